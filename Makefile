@@ -1,0 +1,56 @@
+# Every target first makes the environment in .venv; once it stands, nothing is installed again until
+# requirements/cpu.txt or pyproject.toml changes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test bench lint typecheck wheel clean
+
+help: ## Print this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(READY) ## Train on MovieLens in two processes, dumping deltas, and check them against the model
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=2 \
+		examples/movielens_online.py $(ARGS)
+
+test: $(READY) ## Run the tests; ARGS="-k zch" goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY) ## Run the benchmarks: prints a table, writes JSON to bench-results/
+	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+lint: $(READY) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(READY) ## Check types
+	$(BIN)/mypy torchrec_ext
+
+# -I keeps the checkout off sys.path, so that the wheel is what gets imported.
+wheel: $(READY) ## Build the wheel, and check that its reading side works without torch
+	rm -rf dist build/wheel-venv
+	$(BIN)/python -m build --no-isolation --quiet
+	$(BIN)/python -m venv build/wheel-venv
+	build/wheel-venv/bin/pip install --quiet --constraint requirements/cpu.txt dist/*.whl
+	build/wheel-venv/bin/python -I -c 'import importlib.util as u; assert not u.find_spec("torch")'
+	build/wheel-venv/bin/python -I -c 'import torchrec_ext; from torchrec_ext.delta import DeltaLog'
+	test -f build/wheel-venv/lib/python*/site-packages/torchrec_ext/py.typed
+
+clean: ## Remove build outputs and caches; keeps .venv
+	rm -rf build dist *.egg-info bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Why in these steps: see requirements/cpu.txt. Where pip's index offers a CUDA build of torch only,
+# name an index that has the CPU build in PIP_EXTRA_INDEX_URL to save some gigabytes; both work.
+$(READY): requirements/cpu.txt pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "the pinned stack needs Python 3.11"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --constraint requirements/cpu.txt torch
+	$(BIN)/pip install --no-deps --requirement requirements/cpu.txt
+	$(BIN)/pip install --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,25 @@
+"""TorchRec extensions: embedding deltas from training to serving, bit for bit.
+
+Names are resolved on first use, so that readers of a dump directory never import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrec_ext._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from torchrec_ext.delta import DeltaDumper, DeltaLog
+
+__version__ = "0.1.0"
+__all__ = ["DeltaDumper", "DeltaLog", "__version__"]
+
+_resolve = lazy_attributes(
+    __name__,
+    {"DeltaDumper": "torchrec_ext.delta", "DeltaLog": "torchrec_ext.delta"},
+)
+
+
+def __getattr__(name: str) -> Any:
+    return _resolve(name)

@@ -1,0 +1,76 @@
+"""Reusable host memory for vectors on their way to the writer."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+CHUNK_BYTES = 4 << 20
+"""Small enough to be recycled by the allocator and to stay in a cache while it is checked."""
+
+
+class BufferPool:
+    """Hands out host chunks of ``CHUNK_BYTES`` and takes them back.
+
+    Writing into fresh pages costs several times what writing into used ones does, so chunks are kept;
+    for CUDA models they are pinned.
+
+    Args:
+        max_bytes: what may be handed out at a time; a request beyond it waits for chunks to come back.
+        pin_memory: whether chunks are page-locked.
+    """
+
+    def __init__(self, max_bytes: int, *, pin_memory: bool) -> None:
+        self.max_chunks = max(1, max_bytes // CHUNK_BYTES)
+        self._pin_memory = pin_memory
+        self._free: list[torch.Tensor] = []
+        self._handed_out = 0
+        self._returned = threading.Condition()
+
+    @property
+    def handed_out(self) -> int:
+        """Chunks that are in use."""
+        return self._handed_out
+
+    def acquire(self) -> torch.Tensor:
+        """A chunk, float32 ``[CHUNK_BYTES / 4]``; waits while too many are handed out."""
+        with self._returned:
+            self._returned.wait_for(lambda: self._handed_out < self.max_chunks)
+            self._handed_out += 1
+            if self._free:
+                return self._free.pop()
+        return torch.empty(CHUNK_BYTES // 4, dtype=torch.float32, pin_memory=self._pin_memory)
+
+    def release(self, chunks: list[torch.Tensor]) -> None:
+        """Takes chunks back."""
+        with self._returned:
+            self._free.extend(chunks)
+            self._handed_out -= len(chunks)
+            self._returned.notify_all()
+
+
+class Arena:
+    """The chunks of one dump, filled one matrix after another and given back together."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._chunks: list[torch.Tensor] = []
+        self._used = 0
+
+    def take(self, rows: int, dim: int) -> torch.Tensor:
+        """Room for as many of ``rows`` vectors as fit in one piece, float32 ``[k, dim]``, ``k >= 1``."""
+        room = (self._chunks[-1].numel() - self._used) // dim if self._chunks else 0
+        if room == 0:
+            self._chunks.append(self._pool.acquire())
+            self._used = 0
+            room = self._chunks[-1].numel() // dim
+        count = min(rows, room)
+        matrix = self._chunks[-1][self._used : self._used + count * dim].view(count, dim)
+        self._used += count * dim
+        return matrix
+
+    def release(self) -> None:
+        """Gives all chunks back; what was taken from them must not be used any more."""
+        self._pool.release(self._chunks)
+        self._chunks = []

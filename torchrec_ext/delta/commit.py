@@ -1,0 +1,258 @@
+"""Writes a rank's files of a dump and commits the dump when every rank has written its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream, ShardAnswers, TableDelta
+from torchrec_ext.delta.manifest import (
+    MANIFEST_NAME,
+    DumpId,
+    FileEntry,
+    Manifest,
+    RankStats,
+    TableInfo,
+)
+from torchrec_ext.errors import DeltaDumpError
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "zch"
+
+
+@dataclass(frozen=True)
+class _RankFiles:
+    part: FileEntry
+    fallback: FileEntry
+    stats: RankStats
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """What a rank tells the others of a dump: its files, or why it has none."""
+
+    files: _RankFiles | None
+    error: str | None
+
+
+class Committer:
+    """Brings one dump after another to disk, on the writer's thread.
+
+    A dump that fails on one rank is committed by none. What a rank had to say in it is kept and said
+    in the next dump, unless that says something newer of the same key.
+
+    Args:
+        directory: the log's.
+        tables: what the manifest says of each table.
+        generation: the run generation.
+        previous: the last dump committed before this run.
+        group: used by nobody else; None in a single process.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tables: dict[str, TableInfo],
+        generation: int,
+        previous: DumpId | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._directory = directory
+        self._tables = tables
+        self._generation = generation
+        self._previous = previous
+        self._group = group
+        self._rank = dist.get_rank(group) if group is not None else 0
+        self._world_size = dist.get_world_size(group) if group is not None else 1
+        self._unsaid: dict[str, TableDelta] = {}
+
+    def commit(self, cut: Cut) -> Manifest | None:
+        """Writes and commits a dump together with the other ranks.
+
+        Returns:
+            The manifest on rank 0, None on the others.
+
+        Raises:
+            DeltaDumpError: it was not committed; says which rank failed and why.
+            RuntimeError: another rank is gone, so nobody can tell whether it was committed.
+        """
+        dump = DumpId(self._generation, cut.step)
+        path = self._directory / dump.directory
+        files, error = None, cut.error
+        if error is None:
+            try:
+                files = self._write(path, cut)
+            except Exception as caught:
+                error = caught
+        if isinstance(cut.deltas, PieceStream) and files is None:
+            cut.deltas.discard()
+        try:
+            manifest = self._agree(dump, path, cut, _Vote(files, _describe(error)))
+        except DeltaDumpError as refused:
+            self._keep(cut)
+            self._remove_own_files(path)
+            if error is not None:
+                raise refused from error
+            raise
+        self._unsaid.clear()
+        self._previous = dump
+        return manifest
+
+    def close(self) -> None:
+        """Leaves the group, so that ranks which wait for this one fail instead."""
+        group, self._group = self._group, None
+        if group is not None:
+            # The user may have torn down all groups already.
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+
+    def _write(self, path: Path, cut: Cut) -> _RankFiles:
+        path.mkdir(exist_ok=True)
+        name = fmt.part_name(self._rank, self._world_size)
+        upserts = deletes = 0
+        with fmt.ParquetFileWriter(path / name, fmt.PART_SCHEMA) as file:
+            for delta in self._with_unsaid(cut.deltas):
+                upserts += len(delta.upsert_keys)
+                deletes += len(delta.delete_keys)
+                for batch in self._batches(cut.step, delta):
+                    file.write(batch)
+        part = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
+        name = fmt.fallback_name(self._rank, self._world_size)
+        with fmt.ParquetFileWriter(path / name, fmt.FALLBACK_SCHEMA) as file:
+            for answers in cut.answers:
+                file.write(_fallback_batch(answers))
+        fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
+        fmt.sync_directory(path)
+        return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
+
+    def _with_unsaid(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
+        said: dict[str, list[NDArray[np.int64]]] = {}
+        for delta in deltas:
+            said.setdefault(delta.fqn, []).append(delta.keys)
+            yield delta
+        for fqn, delta in self._unsaid.items():
+            yield delta.without(np.concatenate(said.get(fqn, [NO_KEYS])))
+
+    def _batches(self, step: int, delta: TableDelta) -> Iterable[pa.Table]:
+        pieces: list[tuple[str, NDArray[np.int64], NDArray[np.float32] | None]] = []
+        start = 0
+        for vectors in delta.vectors:
+            stop = start + len(vectors)
+            pieces.append((fmt.UPSERT, delta.upsert_keys[start:stop], vectors))
+            start = stop
+        pieces.append((fmt.DELETE, delta.delete_keys, None))
+        for op in (fmt.UPSERT, fmt.DELETE):
+            batches = [
+                fmt.part_batch(
+                    global_step=step,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    feature_name=",".join(self._tables[delta.fqn].features),
+                    table_fqn=delta.fqn,
+                    source=SOURCE,
+                    op=op,
+                    keys=keys,
+                    vectors=vectors,
+                )
+                for piece_op, keys, vectors in pieces
+                if piece_op == op and len(keys)
+            ]
+            if batches:
+                yield pa.concat_tables(batches)
+
+    def _agree(self, dump: DumpId, path: Path, cut: Cut, vote: _Vote) -> Manifest | None:
+        votes = self._exchange(vote)
+        failed = [f"rank {rank}: {v.error}" for rank, v in enumerate(votes) if v.files is None]
+        if failed:
+            raise DeltaDumpError(
+                f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
+                + "; ".join(failed)
+            )
+        manifest = None
+        error = None
+        if self._rank == 0:
+            manifest = self._manifest(dump, cut, [v.files for v in votes if v.files])
+            try:
+                fmt.write_atomically(path / MANIFEST_NAME, manifest.to_json())
+            except Exception as caught:
+                error = caught
+                with contextlib.suppress(OSError):
+                    (path / MANIFEST_NAME).unlink(missing_ok=True)
+        committed = self._exchange(_Vote(None, _describe(error)))[0]
+        if committed.error is not None:
+            raise DeltaDumpError(
+                f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
+                f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
+            ) from error
+        return manifest
+
+    def _exchange(self, vote: _Vote) -> list[_Vote]:
+        if self._group is None or self._world_size == 1:
+            return [vote]
+        votes: list[Any] = [None] * self._world_size
+        dist.all_gather_object(votes, vote, group=self._group)
+        return votes
+
+    def _manifest(self, dump: DumpId, cut: Cut, files: list[_RankFiles]) -> Manifest:
+        return Manifest(
+            dump=dump,
+            previous=self._previous,
+            world_size=self._world_size,
+            created_unix=cut.created_unix,
+            committed_unix=time.time(),
+            tables=self._tables,
+            parts=tuple(f.part for f in files),
+            fallbacks=tuple(f.fallback for f in files),
+            stats=tuple(f.stats for f in files),
+            metadata=cut.metadata,
+        )
+
+    def _keep(self, cut: Cut) -> None:
+        """Remembers what was not committed; a streamed cut is read anew by the training thread."""
+        if cut.streamed:
+            return
+        for delta in cut.deltas:
+            # without() copies the vectors: the cut's memory goes back to the pool.
+            owned = delta.without(NO_KEYS)
+            unsaid = self._unsaid.get(delta.fqn)
+            self._unsaid[delta.fqn] = unsaid.without(delta.keys).plus(owned) if unsaid else owned
+
+    def _remove_own_files(self, path: Path) -> None:
+        for name in (
+            fmt.part_name(self._rank, self._world_size),
+            fmt.fallback_name(self._rank, self._world_size),
+        ):
+            with contextlib.suppress(OSError):
+                (path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty yet: another rank comes after us
+            path.rmdir()
+
+
+def _fallback_batch(answers: ShardAnswers) -> pa.Table:
+    keys = [None, *answers.exceptions]
+    vectors = np.stack([answers.fallback, *answers.exceptions.values()])
+    return pa.Table.from_arrays(
+        [
+            pa.repeat(pa.scalar(answers.fqn), len(keys)),
+            pa.repeat(pa.scalar(answers.shard, pa.int32()), len(keys)),
+            pa.array(keys, pa.int64()),
+            fmt.embedding_array(vectors),
+        ],
+        schema=fmt.FALLBACK_SCHEMA,
+    )
+
+
+def _describe(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

@@ -1,0 +1,152 @@
+"""What the training thread hands to the writer: one rank's changes at one step."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_ext.delta.buffers import Arena
+
+NO_KEYS: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class TableDelta:
+    """Changed rows of one table on one rank; a key appears once.
+
+    Attributes:
+        fqn: the table.
+        upsert_keys: int64 ``[n]``.
+        vectors: the vectors of ``upsert_keys``: float32 matrices that together have ``n`` rows.
+        delete_keys: ids that own no row any more, int64 ``[m]``.
+    """
+
+    fqn: str
+    upsert_keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
+    vectors: tuple[NDArray[np.float32], ...] = ()
+    delete_keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
+
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """All keys, int64 ``[n + m]``."""
+        return np.concatenate([self.upsert_keys, self.delete_keys])
+
+    def without(self, keys: NDArray[np.int64]) -> TableDelta:
+        """The delta less these keys; vectors are copied."""
+        upserts = ~np.isin(self.upsert_keys, keys)
+        deletes = ~np.isin(self.delete_keys, keys)
+        vectors = (np.concatenate(self.vectors)[upserts],) if self.vectors else ()
+        return TableDelta(self.fqn, self.upsert_keys[upserts], vectors, self.delete_keys[deletes])
+
+    def plus(self, other: TableDelta) -> TableDelta:
+        """Both deltas, which must have no key in common."""
+        return TableDelta(
+            self.fqn,
+            np.concatenate([self.upsert_keys, other.upsert_keys]),
+            self.vectors + other.vectors,
+            np.concatenate([self.delete_keys, other.delete_keys]),
+        )
+
+
+@dataclass(frozen=True)
+class ShardAnswers:
+    """How a shard answers ids that own no row.
+
+    Attributes:
+        fqn: the table.
+        shard: the shard.
+        fallback: for all ids that route to the shard, float32 ``[dim]``.
+        exceptions: ids that get another vector instead.
+    """
+
+    fqn: str
+    shard: int
+    fallback: NDArray[np.float32]
+    exceptions: dict[int, NDArray[np.float32]]
+
+
+class PieceStream:
+    """Pieces of a delta too large to be held at once, written while they are being read.
+
+    The producer (training thread) waits until the consumer (writer) took the piece before. A piece's
+    memory is given back when the consumer asks for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: queue.Queue[tuple[TableDelta, Arena] | BaseException | None]
+        self._pieces = queue.Queue(maxsize=1)
+        self._ended = False
+
+    def put(self, delta: TableDelta, arena: Arena) -> None:
+        """Hands a piece over."""
+        self._pieces.put((delta, arena))
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Ends the stream; an error makes the consumer fail."""
+        self._pieces.put(error)
+
+    def __iter__(self) -> Iterator[TableDelta]:
+        while (piece := self._take()) is not None:
+            delta, arena = piece
+            try:
+                yield delta
+            finally:
+                arena.release()
+
+    def discard(self) -> None:
+        """Takes what is left, so that the producer is not left waiting."""
+        while not self._ended:
+            with contextlib.suppress(BaseException):
+                for _ in self:
+                    pass
+
+    def _take(self) -> tuple[TableDelta, Arena] | None:
+        piece = self._pieces.get()
+        self._ended = not isinstance(piece, tuple)
+        if isinstance(piece, BaseException):
+            raise piece
+        return piece
+
+
+@dataclass
+class Cut:
+    """One rank's changes at one step.
+
+    Attributes:
+        step: the training step.
+        created_unix: when it was cut, seconds since 1970.
+        metadata: the user's.
+        answers: of this rank's shards.
+        deltas: changed rows: held in ``arena``, or a ``PieceStream``.
+        arena: the memory of ``deltas``; None if they are streamed.
+        stall_seconds: how long the training thread stood still.
+        error: why the cut failed; such a cut tells the other ranks not to commit theirs.
+        committed: whether the dump was committed, once the writer is done with it.
+    """
+
+    step: int
+    created_unix: float
+    metadata: dict[str, Any]
+    answers: list[ShardAnswers] = field(default_factory=list)
+    deltas: Iterable[TableDelta] = ()
+    arena: Arena | None = None
+    stall_seconds: float = 0.0
+    error: BaseException | None = None
+    committed: bool = False
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its rows can be read only once, so that a failed dump must cut them anew."""
+        return isinstance(self.deltas, PieceStream)
+
+    def release(self) -> None:
+        """Gives its memory back."""
+        if self.arena is not None:
+            self.arena.release()
+        self.deltas = ()

@@ -1,0 +1,446 @@
+"""``DeltaDumper``: attach it to a model, and what training changes lands on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
+from torchrec_ext.delta.commit import Committer
+from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream
+from torchrec_ext.delta.opening import (
+    describe,
+    held_keys,
+    on_every_rank,
+    prepare_directory,
+    private_group,
+    read_log,
+    select_tables,
+)
+from torchrec_ext.delta.schedule import EverySeconds, EverySteps, Schedule
+from torchrec_ext.delta.tracker import BindingDiff, ZchTracker
+from torchrec_ext.delta.writer import DumpWriter
+from torchrec_ext.zch import ZchTable, ZchWatch, find_zch_tables
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_PENDING_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class DumpResult:
+    """One rank's share of a dump that was handed to the writer (``flush`` waits until it is committed).
+
+    Attributes:
+        step: the training step.
+        generation: the run generation.
+        upserts: rows upserted.
+        deletes: rows deleted.
+        nbytes: bytes of the vectors, uncompressed.
+        stall_seconds: how long the training thread stood still.
+    """
+
+    step: int
+    generation: int
+    upserts: int
+    deletes: int
+    nbytes: int
+    stall_seconds: float
+
+    @property
+    def rows(self) -> int:
+        """Rows upserted and deleted."""
+        return self.upserts + self.deletes
+
+
+class DeltaDumper:
+    """Writes what training changes in a model's ZCH tables to a directory, while training goes on.
+
+    Every rank of the group constructs it, at the same point of the program, and calls ``step`` after
+    each update. It changes nothing of what the model computes. Read the directory with ``DeltaLog``.
+
+    A directory that holds a log already is continued: the first dump then holds every row, and deletes
+    the keys that the model does not hold (any more), so that replaying stays exact.
+
+    Args:
+        model: the model, sharded by TorchRec (``DistributedModelParallel``).
+        output_dir: a directory, shared by all ranks; made if it is not there.
+        interval_steps: dump whenever the step number reaches or passes a multiple of this.
+        interval_seconds: dump about this often instead, by the clock of the group's rank 0.
+        tables: ``fnmatch`` patterns of table FQNs (``"mc.*"``); by default all that are supported.
+        first_dump: ``"full"``: the first dump holds every row that an id owns. ``"delta"``: only those
+            that change from now on, for consumers that start from a checkpoint.
+        max_pending: dumps that may wait for the disk before training does.
+        max_pending_bytes: host memory for vectors that wait for the disk, by default 1 GiB. A dump that
+            is larger is written in pieces while training stands still.
+        process_group: the ranks that dump; by default all.
+
+    Raises:
+        ValueError: an argument is wrong, or the directory holds something else; names it.
+        UnsupportedTableError: a table selected by ``tables`` cannot be followed exactly; says why.
+        DeltaLogError: the directory holds a broken log.
+
+    Example::
+
+        with DeltaDumper(model, "deltas/", interval_steps=1000) as dumper:
+            for step, batch in enumerate(loader, 1):
+                train_step(batch)  # forward, backward, optimizer
+                dumper.step(step)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        output_dir: str | os.PathLike[str],
+        *,
+        interval_steps: int | None = None,
+        interval_seconds: float | None = None,
+        tables: Sequence[str] | None = None,
+        first_dump: Literal["full", "delta"] = "full",
+        max_pending: int = 2,
+        max_pending_bytes: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        _check_arguments(interval_steps, interval_seconds, tables, first_dump, max_pending)
+        if max_pending_bytes is not None and max_pending_bytes < 1:
+            raise ValueError(f"max_pending_bytes must be positive, not {max_pending_bytes}")
+        found = select_tables(find_zch_tables(model), tables, model)
+        directory = Path(output_dir)
+        group = private_group(process_group, found)
+        rank = dist.get_rank(group) if group is not None else 0
+        on_every_rank(group, lambda: prepare_directory(directory, rank))
+        log = on_every_rank(group, lambda: read_log(directory, found))
+        held = on_every_rank(group, lambda: held_keys(directory, log, found))
+
+        self._generation = log[-1].generation + 1 if log else 0
+        self._last_step: int | None = None
+        self._last_dump: int | None = None
+        self._closed = False
+        self._schedule: Schedule
+        if interval_steps is not None:
+            self._schedule = EverySteps(interval_steps)
+        elif interval_seconds is not None:
+            store = None
+            if group is not None:
+                store = PrefixStore("torchrec_ext.delta", group.get_group_store())
+            self._schedule = EverySeconds(interval_seconds, rank, store)
+        self._pool = BufferPool(
+            max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
+            pin_memory=any(table.weight().is_cuda for table in found),
+        )
+        self._trackers: dict[str, ZchTracker] = {}
+        self._watches: list[tuple[ZchWatch, _Listener]] = []
+        self._attach(found, publish_all=first_dump == "full" or bool(log), held=held)
+        previous = log[-1].dump if log else None
+        infos = {table.fqn: describe(table) for table in found}
+        committer = Committer(directory, infos, self._generation, previous, group)
+        # From here on the group is the writer's alone.
+        self._writer = DumpWriter(committer, max_pending)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The FQNs of the tables that are dumped."""
+        return tuple(self._trackers)
+
+    @property
+    def generation(self) -> int:
+        """The run generation of its dumps."""
+        return self._generation
+
+    def step(self, global_step: int) -> DumpResult | None:
+        """Takes note that a training step is over, and dumps if a dump is due.
+
+        Args:
+            global_step: the step's number, the same on every rank, larger than the one before.
+
+        Returns:
+            This rank's share of the dump, None if none was due.
+
+        Raises:
+            ValueError: the step number does not grow.
+            CorruptTableError: a table of this rank contradicts itself.
+            DeltaDumpError: an earlier dump was not committed, here or on another rank.
+        """
+        self._check_open()
+        self._check_step(global_step, self._last_step)
+        self._last_step = global_step
+        result = self._dump(global_step, {}) if self._schedule.due(global_step) else None
+        # Only now: all ranks take the same dumps, whenever each of them hears of an error.
+        self._writer.raise_errors()
+        return result
+
+    def dump(self, global_step: int, metadata: Mapping[str, Any] | None = None) -> DumpResult:
+        """Dumps now, on every rank at the same step.
+
+        Args:
+            global_step: the step's number, larger than that of the last dump.
+            metadata: JSON-like, goes into the manifest (rank 0's counts), such as the path of the
+                checkpoint it belongs to.
+
+        Returns:
+            This rank's share. It is committed when ``flush`` returns.
+
+        Raises:
+            ValueError: the step number does not grow, or ``metadata`` is not JSON-like.
+            CorruptTableError: a table of this rank contradicts itself.
+            DeltaDumpError: an earlier dump was not committed, here or on another rank.
+        """
+        self._check_open()
+        self._check_step(global_step, self._last_dump)
+        if global_step != self._last_step:
+            self._check_step(global_step, self._last_step)
+        self._last_step = global_step
+        result = self._dump(global_step, _json_like(metadata or {}))
+        self._writer.raise_errors()
+        return result
+
+    def mark(self, table: str, rows: torch.Tensor | None = None) -> None:
+        """Takes note that rows were written by other means than training.
+
+        Args:
+            table: the table's FQN.
+            rows: global rows, integers ``[n]``, those of other ranks' shards are left to them; by
+                default all.
+
+        Raises:
+            ValueError: the table is not dumped, or a row is not one of the table's.
+        """
+        tracker = self._trackers.get(table)
+        if tracker is None:
+            raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._trackers)}")
+        shard = tracker.table
+        if rows is None:
+            rows = torch.arange(shard.num_rows)
+        else:
+            rows = rows.flatten().long()
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < shard.num_embeddings:
+                raise ValueError(
+                    f"rows of {table} are 0 to {shard.num_embeddings - 1}; "
+                    f"got {int(rows.min())} to {int(rows.max())}"
+                )
+            rows = rows - shard.first_row
+            rows = rows[(rows >= 0) & (rows < shard.num_rows)]
+        tracker.touch(rows.to(shard.weight().device))
+
+    def flush(self) -> None:
+        """Waits until every dump handed over so far is committed.
+
+        Raises:
+            DeltaDumpError: one was not, here or on another rank.
+        """
+        self._writer.wait_until_written()
+        self._writer.raise_errors()
+
+    def close(self) -> None:
+        """Dumps what changed since the last dump, waits for the writer and leaves the model as it was.
+
+        Every rank must call it. A second call does nothing.
+
+        Raises:
+            CorruptTableError: a table of this rank contradicts itself.
+            DeltaDumpError: a dump was not committed; what it held is not in the log.
+        """
+        if self._closed:
+            return
+        try:
+            if self._last_step is not None and self._last_step != self._last_dump:
+                self._dump(self._last_step, {})
+        finally:
+            self._leave(wait=True)
+        self._writer.raise_errors()
+
+    def __enter__(self) -> DeltaDumper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            # The other ranks may never come: neither dump nor wait for them.
+            self._leave(wait=False)
+
+    def _attach(
+        self, tables: list[ZchTable], *, publish_all: bool, held: dict[str, NDArray[np.int64]]
+    ) -> None:
+        listeners: dict[int, tuple[ZchWatch, _Listener]] = {}
+        for table in tables:
+            if id(table.module) not in listeners:
+                listener = _Listener()
+                watch = ZchWatch.attach(table.module, listener)
+                listeners[id(table.module)] = (watch, listener)
+            watch, listener = listeners[id(table.module)]
+            tracker = ZchTracker(
+                table,
+                watch.bindings[table.name],
+                publish_all=publish_all,
+                orphans=held.get(table.fqn, NO_KEYS),
+            )
+            listener.trackers[table.name] = tracker
+            self._trackers[table.fqn] = tracker
+        self._watches = list(listeners.values())
+
+    def _dump(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
+        began = time.perf_counter()
+        self._last_dump = global_step
+        cut = Cut(global_step, time.time(), metadata)
+        try:
+            with torch.no_grad():
+                for watch, _ in self._watches:
+                    watch.catch_up()
+                diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
+                cut.answers = [tracker.answers() for tracker in self._trackers.values()]
+                if self._fits_in_memory(diffs):
+                    self._read_at_once(cut, diffs)
+        except BaseException as error:
+            cut.release()
+            cut.error = error
+            self._writer.submit(cut)
+            raise
+        if cut.arena is not None:
+            for fqn, diff in diffs.items():
+                self._trackers[fqn].advance(diff)
+            cut.stall_seconds = time.perf_counter() - began
+            self._writer.submit(cut)
+        else:
+            self._stream(cut, diffs, began)
+        return DumpResult(
+            global_step,
+            self._generation,
+            upserts=sum(len(diff.upsert_keys) for diff in diffs.values()),
+            deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
+            nbytes=self._vector_bytes(diffs),
+            stall_seconds=time.perf_counter() - began,
+        )
+
+    def _vector_bytes(self, diffs: dict[str, BindingDiff]) -> int:
+        return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())
+
+    def _fits_in_memory(self, diffs: dict[str, BindingDiff]) -> bool:
+        # A chunk's end stays unused where a vector does not fit any more.
+        usable = CHUNK_BYTES - 4 * max(tracker.table.dim for tracker in self._trackers.values())
+        return self._vector_bytes(diffs) <= usable * self._pool.max_chunks
+
+    def _read_at_once(self, cut: Cut, diffs: dict[str, BindingDiff]) -> None:
+        cut.arena = Arena(self._pool)
+        cut.deltas = [
+            self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
+        ]
+
+    def _stream(self, cut: Cut, diffs: dict[str, BindingDiff], began: float) -> None:
+        """Hands the dump over piece by piece, and waits until it is committed."""
+        stream = PieceStream()
+        cut.deltas = stream
+        logger.info(
+            "the dump of step %d holds %d bytes of vectors, more than max_pending_bytes: "
+            "training stands still while it is written",
+            cut.step,
+            self._vector_bytes(diffs),
+        )
+        self._writer.submit(cut)
+        try:
+            for fqn, diff in diffs.items():
+                tracker = self._trackers[fqn]
+                rows = CHUNK_BYTES // (4 * tracker.table.dim)
+                for start in range(0, max(1, len(diff.upsert_keys)), rows):
+                    arena = Arena(self._pool)
+                    try:
+                        delta = tracker.read(diff, slice(start, start + rows), arena)
+                    except BaseException:
+                        arena.release()
+                        raise
+                    stream.put(delta, arena)
+            cut.stall_seconds = time.perf_counter() - began
+        except BaseException as error:
+            cut.error = error
+            stream.finish(error)
+            raise
+        stream.finish()
+        self._writer.wait_until_written()
+        if cut.committed:
+            for fqn, diff in diffs.items():
+                self._trackers[fqn].advance(diff)
+
+    def _leave(self, *, wait: bool) -> None:
+        self._closed = True
+        for watch, listener in self._watches:
+            watch.detach(listener)
+        self._writer.close(wait=wait)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this DeltaDumper is closed; construct a new one")
+
+    @staticmethod
+    def _check_step(global_step: int, before: int | None) -> None:
+        if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
+            raise ValueError(f"global_step must be an integer >= 0, not {global_step!r}")
+        if before is not None and global_step <= before:
+            raise ValueError(
+                f"global_step must grow: got {global_step} after {before}. After a restart, construct a "
+                "new DeltaDumper on the same directory"
+            )
+
+
+class _Listener:
+    """Passes what a watch reports of one module on to this dumper's trackers."""
+
+    def __init__(self) -> None:
+        self.trackers: dict[str, ZchTracker] = {}
+
+    def rows_touched(self, table: str, rows: torch.Tensor) -> None:
+        if table in self.trackers:
+            self.trackers[table].touch(rows)
+
+
+def _check_arguments(
+    interval_steps: int | None,
+    interval_seconds: float | None,
+    tables: Sequence[str] | None,
+    first_dump: str,
+    max_pending: int,
+) -> None:
+    if (interval_steps is None) == (interval_seconds is None):
+        raise ValueError(
+            "give exactly one of interval_steps and interval_seconds, "
+            f"not {'neither' if interval_steps is None else 'both'}"
+        )
+    for name, interval in (
+        ("interval_steps", interval_steps),
+        ("interval_seconds", interval_seconds),
+    ):
+        if interval is not None and not interval > 0:
+            raise ValueError(f"{name} must be positive, not {interval}")
+    if interval_steps is not None and int(interval_steps) != interval_steps:
+        raise ValueError(f"interval_steps must be an integer, not {interval_steps}")
+    if isinstance(tables, str):
+        raise ValueError(f"tables must be a sequence of patterns: tables=[{tables!r}]")
+    if first_dump not in ("full", "delta"):
+        raise ValueError(f"first_dump must be 'full' or 'delta', not {first_dump!r}")
+    if max_pending < 1:
+        raise ValueError(f"max_pending must be at least 1, not {max_pending}")
+
+
+def _json_like(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata must be JSON-like: {error}") from error

@@ -1,0 +1,262 @@
+"""The Parquet files of a dump: their names, schemas and how they are written and read.
+
+A dump is one directory (``DumpId.directory``) that holds, per rank, a part file with the rows that
+changed and a fallback file with the vectors that answer ids without a row. Nothing outside this
+module and ``manifest`` knows the format.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+FORMAT_VERSION = 1
+UPSERT, DELETE = "upsert", "delete"
+
+_EMBEDDING = pa.list_(pa.field("element", pa.float32(), nullable=False))
+
+PART_SCHEMA = pa.schema(
+    [
+        pa.field("global_step", pa.int64(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("world_size", pa.int32(), nullable=False),
+        pa.field("feature_name", pa.string(), nullable=False),
+        pa.field("table_fqn", pa.string(), nullable=False),
+        pa.field("key_id", pa.int64(), nullable=False),
+        pa.field("op", pa.string(), nullable=False),
+        pa.field("embedding", _EMBEDDING, nullable=True),
+        pa.field("source", pa.string(), nullable=False),
+    ]
+)
+"""Rows that changed. ``embedding`` is null where ``op`` is ``delete``."""
+
+FALLBACK_SCHEMA = pa.schema(
+    [
+        pa.field("table_fqn", pa.string(), nullable=False),
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("key_id", pa.int64(), nullable=True),
+        pa.field("embedding", _EMBEDDING, nullable=False),
+    ]
+)
+"""Vectors of ids without a row: of all that route to ``shard`` (``key_id`` null), or of just one id."""
+
+# Constant or nearly constant columns cost a few bytes with a dictionary. Floats never repeat: a
+# dictionary of them is wasted work, while splitting their bytes lets zstd see the exponents.
+_DICTIONARY = ["global_step", "rank", "world_size", "feature_name", "table_fqn", "op", "source"]
+_STATISTICS = ["table_fqn", "key_id", "op"]
+_BYTE_STREAM_SPLIT = ["embedding.list.element"]
+_ROW_GROUP_ROWS = 131_072
+
+
+def part_name(rank: int, world_size: int) -> str:
+    """The file of the rows that changed on a rank."""
+    return f"part_{rank:05d}_of_{world_size:05d}.parquet"
+
+
+def fallback_name(rank: int, world_size: int) -> str:
+    """The file of the fallback rows of a rank's shards."""
+    return f"fallback_{rank:05d}_of_{world_size:05d}.parquet"
+
+
+def embedding_array(vectors: NDArray[np.float32]) -> pa.ListArray:
+    """An Arrow list column over the rows of ``vectors`` (float32 ``[n, dim]``), without a copy."""
+    rows, dim = vectors.shape
+    values = pa.array(vectors.reshape(-1))
+    offsets = pa.array(np.arange(0, (rows + 1) * dim, max(dim, 1), dtype=np.int32)[: rows + 1])
+    return pa.ListArray.from_arrays(offsets, values, type=_EMBEDDING)
+
+
+def part_batch(
+    *,
+    global_step: int,
+    rank: int,
+    world_size: int,
+    feature_name: str,
+    table_fqn: str,
+    source: str,
+    op: str,
+    keys: NDArray[np.int64],
+    vectors: NDArray[np.float32] | None,
+) -> pa.Table:
+    """Rows of one table and one op: ``keys`` int64 ``[n]``, ``vectors`` float32 ``[n, dim]`` or None."""
+    n = len(keys)
+    constants: dict[str, object] = {
+        "global_step": global_step,
+        "rank": rank,
+        "world_size": world_size,
+        "feature_name": feature_name,
+        "table_fqn": table_fqn,
+        "op": op,
+        "source": source,
+    }
+    arrays = []
+    for field in PART_SCHEMA:
+        if field.name in constants:
+            arrays.append(pa.repeat(pa.scalar(constants[field.name], field.type), n))
+        elif field.name == "key_id":
+            arrays.append(pa.array(keys))
+        else:
+            arrays.append(pa.nulls(n, _EMBEDDING) if vectors is None else embedding_array(vectors))
+    return pa.Table.from_arrays(arrays, schema=PART_SCHEMA)
+
+
+class ParquetFileWriter:
+    """Writes one Parquet file of a dump, counting its bytes and their CRC-32 on the way.
+
+    The file is complete and on the disk (fsync) when the ``with`` block was left without an
+    exception.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.rows = 0
+        self._file = _ChecksummedFile(path)
+        named = set(schema.names)
+        try:
+            self._writer = pq.ParquetWriter(
+                self._file,
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=[name for name in _DICTIONARY if name in named],
+                write_statistics=[name for name in _STATISTICS if name in named],
+                use_byte_stream_split=_BYTE_STREAM_SPLIT,
+                store_schema=False,
+            )
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written so far."""
+        return self._file.nbytes
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of the bytes written so far."""
+        return self._file.crc32
+
+    def write(self, table: pa.Table) -> None:
+        """Appends rows; a row group never spans two calls."""
+        self._writer.write_table(table, row_group_size=_ROW_GROUP_ROWS)
+        self.rows += table.num_rows
+
+    def __enter__(self) -> ParquetFileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._writer.close()
+            if kind is None:
+                self._file.sync()
+        except BaseException:
+            if kind is None:
+                raise
+        finally:
+            self._file.close()
+
+
+class _ChecksummedFile(io.RawIOBase):
+    def __init__(self, path: Path) -> None:
+        self.nbytes = 0
+        self.crc32 = 0
+        self._raw: BinaryIO = path.open("wb", buffering=0)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        written = 0
+        while written < len(view):
+            written += self._raw.write(view[written:])
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.nbytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def sync(self) -> None:
+        os.fsync(self._raw.fileno())
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    with path.open("rb") as file:
+        crc = 0
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a small file so that it is there whole or not at all, also after a power failure."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    for directory in (path.parent, path.parent.parent):
+        sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Puts a directory's entries on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str, int]]:
+    """The row groups of a part file: index, the table all its rows belong to, and its rows."""
+    column = file.schema_arrow.names.index("table_fqn")
+    for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        statistics = group.column(column).statistics
+        if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:
+            yield index, statistics.min, group.num_rows
+        elif group.num_rows:
+            raise ValueError(f"row group {index} does not hold the rows of one table")
+
+
+def vectors_of(columns: Iterable[pa.Array], dim: int) -> NDArray[np.float32]:
+    """The vectors of an embedding column's chunks, float32 ``[non-null rows, dim]``.
+
+    Raises:
+        ValueError: a vector has another length than ``dim``.
+    """
+    pieces = []
+    for chunk in columns:
+        values = chunk.flatten()
+        rows = len(chunk) - chunk.null_count
+        if len(values) != rows * dim:
+            raise ValueError(f"{rows} vectors of dimension {dim} hold {len(values)} values")
+        pieces.append(values.to_numpy(zero_copy_only=False).reshape(rows, dim))
+    return np.concatenate(pieces) if pieces else np.empty((0, dim), np.float32)

@@ -1,0 +1,189 @@
+"""Reads a dump directory: which dumps are committed, what they hold, what a model answered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
+from torchrec_ext.delta.replay import EmbeddingState, HashFunction, Replay
+from torchrec_ext.errors import DeltaLogError
+
+
+class DeltaLog:
+    """The dumps that a ``DeltaDumper`` committed to a directory. Needs no torch.
+
+    Only committed dumps are seen: one that a trainer is writing, or left half-written when it died,
+    is not there yet. What is read is checked against the manifest (size and CRC-32) on first use.
+
+    Args:
+        directory: the ``output_dir`` of the dumper.
+
+    Raises:
+        DeltaLogError: there is no such directory.
+
+    Example::
+
+        log = DeltaLog("deltas/")
+        for dump in log.dumps():
+            print(dump.step, dump.upserts, dump.deletes, dump.nbytes)
+        vectors = log.replay()["mc.t0"].lookup([17, 42])
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise DeltaLogError(f"{self.directory}: no such directory")
+        self._verified: set[tuple[DumpId, str]] = set()
+
+    def dumps(self) -> list[Manifest]:
+        """The committed dumps, oldest first.
+
+        Raises:
+            DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; the
+                message names the dump.
+        """
+        manifests = {}
+        for entry in sorted(self.directory.iterdir()):
+            if DumpId.from_directory(entry.name) is None:
+                continue
+            try:
+                data = _no_symlink(entry / MANIFEST_NAME).read_bytes()
+            except FileNotFoundError:
+                continue
+            manifest = Manifest.from_json(data, entry.name)
+            manifests[manifest.dump] = manifest
+        return _in_chain_order(manifests)
+
+    def read(self, step: int, generation: int | None = None) -> pa.Table:
+        """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
+
+        Args:
+            step: the dump's step.
+            generation: its run generation; by default the newest that dumped this step.
+
+        Raises:
+            DeltaLogError: there is no such dump, or a file of it is missing or damaged.
+        """
+        dump = self._find(step, generation)
+        tables = [self._open(dump, part, fmt.PART_SCHEMA).read() for part in dump.parts]
+        return pa.concat_tables(tables)
+
+    def replay(
+        self,
+        upto: int | None = None,
+        *,
+        hash_fns: Mapping[str, HashFunction] | None = None,
+    ) -> dict[str, EmbeddingState]:
+        """What the model answered at a dump, rebuilt from all dumps up to it.
+
+        Args:
+            upto: the last step to take in; by default all. With several generations, the newest dump
+                at or before this step counts, and those it follows.
+            hash_fns: for tables with an ``input_hash_func``, that function by table FQN, so that
+                ``lookup`` takes raw ids; without it, their keys are hashed ids. It is called as
+                TorchRec calls it, ``fn(ids, input_hash_size)`` with an int64 tensor.
+
+        Returns:
+            A state per table FQN.
+
+        Raises:
+            DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not in
+                the log, or a file is missing or damaged.
+        """
+        return self._collect(upto).states(hash_fns or {})
+
+    def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
+        """The ids that own a row after a dump, sorted int64 per table FQN; reads no vectors.
+
+        Args:
+            upto: as in ``replay``.
+
+        Raises:
+            DeltaLogError: as ``replay``.
+        """
+        return self._collect(upto).keys()
+
+    def _collect(self, upto: int | None) -> Replay:
+        dumps = self.dumps()
+        last = max((i for i, d in enumerate(dumps) if upto is None or d.step <= upto), default=None)
+        if last is None:
+            wanted = "" if upto is None else f" at or before step {upto}"
+            raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
+        replay = Replay()
+        for dump in dumps[: last + 1]:
+            for part in dump.parts:
+                replay.add_part(dump, self._open(dump, part, fmt.PART_SCHEMA))
+            replay.set_fallbacks(
+                dump, [self._open(dump, f, fmt.FALLBACK_SCHEMA).read() for f in dump.fallbacks]
+            )
+        return replay
+
+    def _find(self, step: int, generation: int | None) -> Manifest:
+        for dump in reversed(self.dumps()):
+            if dump.step == step and generation in (None, dump.generation):
+                return dump
+        which = "" if generation is None else f" of generation {generation}"
+        raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
+
+    def _open(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> pq.ParquetFile:
+        where = f"{dump.dump.directory}: {entry.name}"
+        path = _no_symlink(self.directory / dump.dump.directory / entry.name)
+        try:
+            if (dump.dump, entry.name) not in self._verified:
+                if (size := path.stat().st_size) != entry.nbytes:
+                    raise DeltaLogError(f"{where} has {size} bytes, the manifest says {entry.nbytes}")
+                if fmt.file_crc32(path) != entry.crc32:
+                    raise DeltaLogError(f"{where} is damaged: its checksum is not the manifest's")
+                self._verified.add((dump.dump, entry.name))
+            file = pq.ParquetFile(path, memory_map=True)
+        except FileNotFoundError as error:
+            raise DeltaLogError(f"{where} is missing") from error
+        except (pa.ArrowException, OSError) as error:
+            raise DeltaLogError(f"{where} cannot be read: {error}") from error
+        if file.metadata.num_rows != entry.rows:
+            raise DeltaLogError(
+                f"{where} holds {file.metadata.num_rows} rows, the manifest says {entry.rows}"
+            )
+        if missing := set(schema.names) - set(file.schema_arrow.names):
+            raise DeltaLogError(f"{where} lacks the columns {sorted(missing)}")
+        return file
+
+
+def _no_symlink(path: Path) -> Path:
+    for step in (path.parent, path):
+        if step.is_symlink():
+            raise DeltaLogError(f"{step}: a symbolic link; a dump's files lie in its own directory")
+    return path
+
+
+def _in_chain_order(manifests: dict[DumpId, Manifest]) -> list[Manifest]:
+    """Orders dumps from the one without a predecessor to the one without a successor."""
+    next_of: dict[DumpId | None, Manifest] = {}
+    for dump, manifest in sorted(manifests.items()):
+        before = manifest.previous
+        if before is not None and before not in manifests:
+            raise DeltaLogError(
+                f"{dump.directory} follows {before.directory}, which is missing: the chain has a gap"
+            )
+        if before in next_of:
+            after = before.directory if before else "nothing"
+            raise DeltaLogError(
+                f"{next_of[before].dump.directory} and {dump.directory} both follow {after}: "
+                "two trainers wrote to one directory, or a dump was copied into it"
+            )
+        next_of[before] = manifest
+    chain: list[Manifest] = []
+    while (following := next_of.get(chain[-1].dump if chain else None)) is not None:
+        chain.append(following)
+    if len(chain) != len(manifests):
+        stray = sorted(set(manifests) - {m.dump for m in chain})[0]
+        raise DeltaLogError(f"{stray.directory} is not connected to the first dump: a loop of dumps")
+    return chain

@@ -1,0 +1,233 @@
+"""The manifest of a dump: plain dataclasses that alone define what makes a dump whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrec_ext.delta.format import FORMAT_VERSION, fallback_name, part_name
+from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.zch.routing import ShardRouting
+
+MANIFEST_NAME = "manifest.json"
+_DIRECTORY = re.compile(r"step_(\d{12,})\.g(\d{4,})")
+
+
+@dataclass(frozen=True, order=True)
+class DumpId:
+    """Identifies a dump: the run generation and the training step."""
+
+    generation: int
+    step: int
+
+    @property
+    def directory(self) -> str:
+        """The dump's directory name."""
+        return f"step_{self.step:012d}.g{self.generation:04d}"
+
+    @classmethod
+    def from_directory(cls, name: str) -> DumpId | None:
+        """The dump a directory name stands for, None if it is not one of ours."""
+        match = _DIRECTORY.fullmatch(name)
+        dump = cls(step=int(match[1]), generation=int(match[2])) if match else None
+        return dump if dump and dump.directory == name else None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One Parquet file of a dump.
+
+    Attributes:
+        name: the file's name in the dump's directory.
+        rank: the rank that wrote it.
+        rows: its rows.
+        nbytes: its size in bytes.
+        crc32: CRC-32 of its bytes.
+    """
+
+    name: str
+    rank: int
+    rows: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """What a reader must know of a table.
+
+    Attributes:
+        dim: embedding dimension.
+        dtype: the table's own dtype, such as ``float32``; the files hold float32, which is exact.
+        key_space: ``raw`` ids, ids ``hashed`` by the table's ``input_hash_func``, or global ``row`` ids.
+        num_embeddings: rows of all shards.
+        num_shards: shards, each with a fallback row.
+        block_size: ids per shard, see ``torchrec_ext.zch.ShardRouting``.
+        hash_size: the table's ``input_hash_size``, the second argument of its ``input_hash_func``.
+        features: the features that look it up.
+    """
+
+    dim: int
+    dtype: str
+    key_space: str
+    num_embeddings: int
+    num_shards: int
+    block_size: int
+    hash_size: int
+    features: tuple[str, ...]
+
+    @property
+    def routing(self) -> ShardRouting:
+        """Which shard answers for an id."""
+        return ShardRouting(self.num_shards, self.block_size)
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """What a dump cost a rank.
+
+    Attributes:
+        upserts: rows upserted.
+        deletes: rows deleted.
+        stall_seconds: how long the training thread stood still for it.
+    """
+
+    upserts: int
+    deletes: int
+    stall_seconds: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed dump. Its file's presence is the commit.
+
+    Attributes:
+        dump: the dump's id.
+        previous: the id of the dump before it; None for the first of a log.
+        world_size: ranks that wrote it; one part and one fallback file each.
+        created_unix: when the training step it shows was over, seconds since 1970.
+        committed_unix: when it was committed, seconds since 1970.
+        tables: the tables it covers, by FQN, whether rows of them changed or not.
+        parts: the files of the rows that changed, by rank.
+        fallbacks: the files of the fallback rows, by rank.
+        stats: what it cost each rank.
+        supersedes: dumps that this one makes void.
+        metadata: the user's own, JSON-like.
+        format_version: of the files and of this manifest.
+    """
+
+    dump: DumpId
+    previous: DumpId | None
+    world_size: int
+    created_unix: float
+    committed_unix: float
+    tables: dict[str, TableInfo]
+    parts: tuple[FileEntry, ...]
+    fallbacks: tuple[FileEntry, ...]
+    stats: tuple[RankStats, ...]
+    supersedes: tuple[DumpId, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def step(self) -> int:
+        """The training step it shows."""
+        return self.dump.step
+
+    @property
+    def generation(self) -> int:
+        """The run generation that wrote it."""
+        return self.dump.generation
+
+    @property
+    def upserts(self) -> int:
+        """Rows upserted, all ranks."""
+        return sum(stats.upserts for stats in self.stats)
+
+    @property
+    def deletes(self) -> int:
+        """Rows deleted, all ranks."""
+        return sum(stats.deletes for stats in self.stats)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts: upserts and deletes."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.nbytes for entry in (*self.parts, *self.fallbacks))
+
+    def to_json(self) -> bytes:
+        """The manifest as it stands on disk."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, directory: str) -> Manifest:
+        """Reads a manifest.
+
+        Args:
+            data: the file's bytes.
+            directory: the name of the directory it was found in, which must be its own dump's.
+
+        Raises:
+            DeltaLogError: it is no manifest, of another format version, of another dump, or names files
+                other than its ranks' own.
+        """
+        try:
+            raw = json.loads(data)
+            version = raw["format_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is not a manifest: {error}") from error
+        if version != FORMAT_VERSION:
+            raise DeltaLogError(
+                f"{directory}: format version {version!r}; this torchrec_ext reads version "
+                f"{FORMAT_VERSION}, use the one that wrote it or a newer one"
+            )
+        try:
+            manifest = cls(
+                dump=DumpId(**raw["dump"]),
+                previous=DumpId(**raw["previous"]) if raw["previous"] else None,
+                world_size=int(raw["world_size"]),
+                created_unix=float(raw["created_unix"]),
+                committed_unix=float(raw["committed_unix"]),
+                tables={
+                    fqn: TableInfo(**{**table, "features": tuple(table["features"])})
+                    for fqn, table in raw["tables"].items()
+                },
+                parts=tuple(FileEntry(**entry) for entry in raw["parts"]),
+                fallbacks=tuple(FileEntry(**entry) for entry in raw["fallbacks"]),
+                stats=tuple(RankStats(**entry) for entry in raw["stats"]),
+                supersedes=tuple(DumpId(**dump) for dump in raw["supersedes"]),
+                metadata=dict(raw["metadata"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is incomplete: {error!r}") from error
+        manifest._check(directory)
+        return manifest
+
+    def _check(self, directory: str) -> None:
+        if self.dump.directory != directory:
+            raise DeltaLogError(
+                f"{directory}: {MANIFEST_NAME} is that of {self.dump.directory}; the directory was "
+                "copied or renamed"
+            )
+        ranks = range(self.world_size)
+        for kind, entries, name_of in (
+            ("part", self.parts, part_name),
+            ("fallback", self.fallbacks, fallback_name),
+        ):
+            expected = [name_of(rank, self.world_size) for rank in ranks]
+            named = [entry.name for entry in entries]
+            # Only names we would have given: a manifest cannot send a reader anywhere else.
+            if named != expected:
+                stray = next((name for name in named if name not in expected), None)
+                fault = f"names {stray!r}" if stray else f"names {len(named)} {kind} files"
+                raise DeltaLogError(
+                    f"{directory}: {MANIFEST_NAME} {fault}; a dump of {self.world_size} ranks has "
+                    f"{expected[0]} to {expected[-1]}"
+                )

@@ -1,0 +1,179 @@
+"""What a dumper does once, before training goes on: choose tables, open the directory, join the ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest, TableInfo
+from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
+from torchrec_ext.zch import ZchTable
+from torchrec_ext.zch.discovery import has_unsharded_zch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def select_tables(found: list[ZchTable], patterns: Sequence[str] | None, model: nn.Module) -> list[ZchTable]:
+    """The tables to dump.
+
+    Args:
+        found: all tables of the model.
+        patterns: ``fnmatch`` patterns of FQNs; None for all that are supported.
+        model: for the error's sake.
+
+    Raises:
+        ValueError: there is no table, or a pattern matches none.
+        UnsupportedTableError: a selected table cannot be followed, or none can.
+    """
+    if not found:
+        hint = (
+            "it holds managed-collision modules that are not sharded: "
+            "wrap it in DistributedModelParallel first"
+            if has_unsharded_zch(model)
+            else "it needs a sharded ManagedCollisionEmbeddingBagCollection or "
+            "ManagedCollisionEmbeddingCollection"
+        )
+        raise ValueError(f"the model has no table that can be dumped: {hint}")
+    names = [table.fqn for table in found]
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"tables: {pattern!r} matches no table; the model has {names}")
+    if patterns is not None:
+        if not patterns:
+            raise ValueError("tables is empty; leave it out to dump all tables")
+        found = [t for t in found if any(fnmatchcase(t.fqn, pattern) for pattern in patterns)]
+    unsupported = [table for table in found if table.unsupported]
+    reasons = "; ".join(f"{table.fqn}: {table.unsupported}" for table in unsupported)
+    supported = [table for table in found if not table.unsupported]
+    if unsupported and (patterns is not None or not supported):
+        raise UnsupportedTableError(f"cannot dump {reasons}")
+    if unsupported:
+        logger.warning("not dumped: %s", reasons)
+    return supported
+
+
+def describe(table: ZchTable) -> TableInfo:
+    """What the manifest says of a table."""
+    return TableInfo(
+        dim=table.dim,
+        dtype=str(table.weight().dtype).removeprefix("torch."),
+        key_space="hashed" if table.hashed else "raw",
+        num_embeddings=table.num_embeddings,
+        num_shards=table.routing.num_shards,
+        block_size=table.routing.block_size,
+        hash_size=table.hash_size,
+        features=table.features,
+    )
+
+
+def private_group(
+    process_group: dist.ProcessGroup | None, tables: list[ZchTable]
+) -> dist.ProcessGroup | None:
+    """A new gloo group of the same ranks, for the writer's thread alone; None in a single process.
+
+    Raises:
+        ValueError: a table is sharded over other ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    for table in tables:
+        if table.routing.num_shards != len(ranks):
+            raise ValueError(
+                f"{table.fqn} is sharded over {table.routing.num_shards} ranks, but process_group "
+                f"has {len(ranks)}; pass the group that the table is sharded over"
+            )
+    return dist.new_group(ranks, backend="gloo")
+
+
+def on_every_rank(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+    """Does something on every rank; if it fails on one, it raises on all of them."""
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as caught:
+        error = caught
+    failures: list[tuple[type[Exception], str] | None] = []
+    if group is not None:
+        failures = [None] * dist.get_world_size(group)
+        failure = None if error is None else (type(error), str(error))
+        dist.all_gather_object(failures, failure, group=group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(failures):
+        if other is not None:
+            kind, text = other
+            raise kind(f"rank {rank}: {text}")
+    return result[0]
+
+
+def prepare_directory(directory: Path, rank: int) -> None:
+    """On rank 0: makes the directory and clears what a run that died left half-written.
+
+    Raises:
+        ValueError: it is a file, or holds something else than dumps.
+        DeltaLogError: it holds a broken log; nothing is removed then.
+    """
+    if rank != 0:
+        return
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"output_dir {directory} is not a directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    entries = sorted(directory.iterdir())
+    strangers = [entry.name for entry in entries if DumpId.from_directory(entry.name) is None]
+    if strangers:
+        raise ValueError(
+            f"output_dir {directory} holds something else than dumps "
+            f"({', '.join(strangers[:3])}); use a directory of its own"
+        )
+    DeltaLog(directory).dumps()
+    for entry in entries:
+        if not (entry / MANIFEST_NAME).exists():
+            logger.info("removing %s, which was never committed", entry.name)
+            shutil.rmtree(entry)
+
+
+def read_log(directory: Path, tables: list[ZchTable]) -> list[Manifest]:
+    """The dumps that are there already, after a check that these tables can continue them.
+
+    Raises:
+        ValueError: the ranks do not share the directory.
+        DeltaLogError: the log is broken, or holds a table of another dimension or key space.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"output_dir {directory} is not there; it must be shared by all ranks")
+    log = DeltaLog(directory).dumps()
+    known = {fqn: info for dump in log for fqn, info in dump.tables.items()}
+    for table in tables:
+        before, now = known.get(table.fqn), describe(table)
+        if before and (before.dim, before.key_space) != (now.dim, now.key_space):
+            raise DeltaLogError(
+                f"{table.fqn} has {before.key_space} keys and dimension {before.dim} in {directory}, "
+                f"{now.key_space} keys and dimension {now.dim} in the model; use another directory"
+            )
+    return log
+
+
+def held_keys(directory: Path, log: list[Manifest], tables: list[ZchTable]) -> dict[str, NDArray[np.int64]]:
+    """The keys that a consumer of the log holds, of those that route to this rank, by table."""
+    if not log:
+        return {}
+    held = DeltaLog(directory).keys()
+    return {
+        table.fqn: held[table.fqn][table.routing.shard_of(held[table.fqn]) == table.shard]
+        for table in tables
+        if table.fqn in held
+    }

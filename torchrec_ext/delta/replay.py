@@ -1,0 +1,234 @@
+"""Rebuilds a model's tables from its dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+
+from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.manifest import Manifest, TableInfo
+from torchrec_ext.errors import DeltaLogError
+
+HashFunction = Callable[[Any, int], Any]
+"""TorchRec's ``input_hash_func``: int64 ids (a tensor) and the hash size to hashed ids (a tensor)."""
+
+
+class EmbeddingState:
+    """One table as the model held it at a dump's step.
+
+    Attributes:
+        info: the table's dimension, key space and routing.
+        keys: the ids that own a row, int64 ``[n]``, sorted.
+        vectors: their vectors, float32 ``[n, dim]``.
+        fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``; empty
+            for tables without fallback rows.
+    """
+
+    def __init__(
+        self,
+        info: TableInfo,
+        keys: NDArray[np.int64],
+        vectors: NDArray[np.float32],
+        fallback: NDArray[np.float32],
+        exceptions: Mapping[int, NDArray[np.float32]],
+        hash_function: HashFunction | None = None,
+    ) -> None:
+        self.info = info
+        self.keys = keys
+        self.vectors = vectors
+        self.fallback = fallback
+        self._exceptions = dict(exceptions)
+        self._hash_function = hash_function
+
+    def __len__(self) -> int:
+        """How many ids own a row."""
+        return len(self.keys)
+
+    def lookup(self, ids: ArrayLike) -> NDArray[np.float32]:
+        """What the model answers for each id, as one bag with weight 1.
+
+        Args:
+            ids: integers ``[n]``, in any order, repeats allowed; raw ids, or what the table's key space
+                says.
+
+        Returns:
+            float32 ``[n, dim]``; an id without a row gets its shard's fallback row.
+
+        Raises:
+            TypeError: ``ids`` are not integers.
+        """
+        keys = np.atleast_1d(np.asarray(ids))
+        if keys.size == 0:
+            return np.empty((0, self.info.dim), np.float32)
+        if keys.dtype.kind not in "iu" or keys.dtype == np.uint64:
+            raise TypeError(f"ids must be signed 64-bit integers, not {keys.dtype}")
+        keys = keys.astype(np.int64).reshape(-1)
+        if self._hash_function is not None:
+            keys = _hash(self._hash_function, keys, self.info.hash_size)
+        found = np.searchsorted(self.keys, keys)
+        found[found == len(self.keys)] = 0
+        owned = self.keys[found] == keys if len(self.keys) else np.zeros(len(keys), bool)
+        answers = np.empty((len(keys), self.info.dim), np.float32)
+        answers[owned] = self.vectors[found[owned]]
+        answers[~owned] = self.fallback[self.info.routing.shard_of(keys[~owned])]
+        for key, vector in self._exceptions.items():
+            answers[keys == key] = vector
+        return answers
+
+
+def _hash(function: HashFunction, ids: NDArray[np.int64], hash_size: int) -> NDArray[np.int64]:
+    import torch  # the function is the model's own and takes a tensor
+
+    return function(torch.from_numpy(ids), hash_size).cpu().numpy()
+
+
+@dataclass
+class _Group:
+    """One row group: rows of one table in the order in which they were written."""
+
+    file: pq.ParquetFile
+    index: int
+    where: str
+    keys: NDArray[np.int64]
+    upsert: NDArray[np.bool_]
+
+
+@dataclass
+class _TableHistory:
+    info: TableInfo
+    groups: list[_Group] = field(default_factory=list)
+    fallback: NDArray[np.float32] | None = None
+    exceptions: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+
+
+class Replay:
+    """Collects the keys of dumps, oldest first, then reads only the vectors that were not replaced."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _TableHistory] = {}
+
+    def add_part(self, dump: Manifest, file: pq.ParquetFile) -> None:
+        """Takes in one rank's part of the next dump."""
+        self._meet_tables(dump)
+        where = dump.dump.directory
+        try:
+            for index, fqn, _ in fmt.row_groups(file):
+                if fqn not in self._tables:
+                    raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
+                columns = file.read_row_group(index, columns=["key_id", "op"])
+                upsert = pc.equal(columns["op"], fmt.UPSERT)
+                self._tables[fqn].groups.append(
+                    _Group(
+                        file,
+                        index,
+                        where,
+                        columns["key_id"].to_numpy(),
+                        upsert.to_numpy(),
+                    )
+                )
+        except ValueError as error:
+            raise DeltaLogError(f"{where}: {error}") from error
+
+    def set_fallbacks(self, dump: Manifest, files: Sequence[pa.Table]) -> None:
+        """Takes in the fallback rows of the next dump, which replace those of the dump before."""
+        self._meet_tables(dump)
+        rows = pa.concat_tables(files)
+        for fqn in dump.tables:
+            history = self._tables[fqn]
+            dim, shards = history.info.dim, history.info.num_shards
+            of_table = rows.filter(pc.equal(rows["table_fqn"], fqn))
+            try:
+                vectors = fmt.vectors_of(of_table["embedding"].chunks, dim)
+            except ValueError as error:
+                raise DeltaLogError(f"{dump.dump.directory}: fallback of {fqn}: {error}") from error
+            special = of_table["key_id"].is_valid().to_numpy()
+            order = of_table["shard"].to_numpy()[~special]
+            if sorted(order.tolist()) != list(range(shards)):
+                raise DeltaLogError(
+                    f"{dump.dump.directory}: fallback rows of {fqn} are of shards "
+                    f"{sorted(order.tolist())}, not of 0 to {shards - 1}"
+                )
+            history.fallback = vectors[~special][np.argsort(order)]
+            history.exceptions = dict(
+                zip(
+                    of_table["key_id"].drop_null().to_pylist(),
+                    vectors[special],
+                    strict=True,
+                )
+            )
+
+    def states(self, hash_fns: Mapping[str, HashFunction]) -> dict[str, EmbeddingState]:
+        """The tables as they stand after the last dump taken in."""
+        if unknown := set(hash_fns) - set(self._tables):
+            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the log holds {sorted(self._tables)}")
+        states = {}
+        for fqn, history in self._tables.items():
+            keys, winners = _latest_upserts(history)
+            vectors = _gather(history, winners)
+            fallback = history.fallback
+            if fallback is None:
+                fallback = np.empty((0, history.info.dim), np.float32)
+            states[fqn] = EmbeddingState(
+                history.info, keys, vectors, fallback, history.exceptions, hash_fns.get(fqn)
+            )
+        return states
+
+    def keys(self) -> dict[str, NDArray[np.int64]]:
+        """The ids that own a row after the last dump taken in, sorted, by table."""
+        return {fqn: _latest_upserts(history)[0] for fqn, history in self._tables.items()}
+
+    def _meet_tables(self, dump: Manifest) -> None:
+        for fqn, info in dump.tables.items():
+            history = self._tables.setdefault(fqn, _TableHistory(info))
+            if history.info.dim != info.dim or history.info.key_space != info.key_space:
+                raise DeltaLogError(
+                    f"{dump.dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
+                    f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
+                )
+            history.info = info
+
+
+def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The keys that own a row, sorted, and where in the history each one's vector stands."""
+    keys = _concatenate([group.keys for group in history.groups], np.int64)
+    upsert = _concatenate([group.upsert for group in history.groups], np.bool_)
+    # Stable: among equal keys the latest stays last, and only the last of each run counts.
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    last = np.append(ordered[1:] != ordered[:-1], True) if len(ordered) else np.empty(0, bool)
+    winners = order[last]
+    winners = winners[upsert[winners]]
+    return keys[winners], winners
+
+
+def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The vectors at these positions of the table's history, in their order."""
+    vectors = np.empty((len(winners), history.info.dim), np.float32)
+    by_position = np.argsort(winners)
+    positions = winners[by_position]
+    start = 0
+    for group in history.groups:
+        stop = start + len(group.keys)
+        low, high = np.searchsorted(positions, (start, stop))
+        if high > low:
+            column = group.file.read_row_group(group.index, columns=["embedding"])["embedding"]
+            try:
+                found = fmt.vectors_of(column.chunks, history.info.dim)
+            except ValueError as error:
+                raise DeltaLogError(f"{group.where}: {error}") from error
+            # Vectors stand for upserts only: a row's vector is found by counting those before it.
+            nth = np.cumsum(group.upsert) - 1
+            vectors[by_position[low:high]] = found[nth[positions[low:high] - start]]
+        start = stop
+    return vectors
+
+
+def _concatenate(pieces: list[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype)

@@ -1,0 +1,23 @@
+"""The errors this package raises, all importable without torch."""
+
+from __future__ import annotations
+
+
+class CorruptTableError(RuntimeError):
+    """A table's state contradicts itself: a row outside its shard, a row named twice, a non-finite vector."""
+
+
+class UnsupportedTableError(ValueError):
+    """A table that cannot be followed exactly; the message says why and what to use instead."""
+
+
+class TorchRecVersionError(RuntimeError):
+    """TorchRec lacks a private attribute this package reads; names it and the versions it was read in."""
+
+
+class DeltaLogError(RuntimeError):
+    """A dump directory is broken; the message names the dump, the file and what is wrong with it."""
+
+
+class DeltaDumpError(RuntimeError):
+    """A dump was not committed. Its rows are kept and go out with the next dump that succeeds."""

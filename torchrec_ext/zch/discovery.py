@@ -1,0 +1,160 @@
+"""Finds the managed-collision (ZCH) tables of a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.mc_embedding_modules import (
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+from torchrec_ext.zch import internals
+from torchrec_ext.zch.routing import ShardRouting
+
+logger = logging.getLogger(__name__)
+
+# Wrappers that put a module of their own between the model and its parts, and that part's name.
+_WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
+    (DistributedModelParallel, "_dmp_wrapped_module"),
+    (DistributedDataParallel, "module"),
+)
+
+# Fused optimizers that move rows which were not looked up: a lookup cannot tell which.
+_MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD"}
+
+
+@dataclass(frozen=True, eq=False)
+class ZchTable:
+    """One managed-collision table of a sharded module, as this rank holds it.
+
+    Attributes:
+        fqn: the module's path in the model (wrappers left out) and the table's name, ``"mc.t0"``.
+        name: the table's name in its module.
+        module: the sharded module that owns it.
+        features: the features that look it up.
+        shard: this rank's shard.
+        num_rows: rows of this rank's shard, the fallback row included.
+        first_row: the global row at which the shard starts.
+        num_embeddings: rows of all shards.
+        dim: the embedding dimension.
+        routing: which shard answers for an id.
+        hashed: whether keys are ``input_hash_func(raw id)`` instead of raw ids.
+        hash_size: ``input_hash_size`` of the collision module.
+        unsupported: why the table cannot be followed exactly; None if it can.
+    """
+
+    fqn: str
+    name: str
+    module: BaseShardedManagedCollisionEmbeddingCollection
+    features: tuple[str, ...]
+    shard: int
+    num_rows: int
+    first_row: int
+    num_embeddings: int
+    dim: int
+    routing: ShardRouting
+    hashed: bool
+    hash_size: int
+    unsupported: str | None = None
+
+    @property
+    def fallback_row(self) -> int:
+        """The local row that answers ids without a row of their own: the shard's last."""
+        return self.num_rows - 1
+
+    def weight(self) -> torch.Tensor:
+        """This rank's rows ``[num_rows, dim]``, a view on the live weights; a cache is flushed first."""
+        tbe, index = internals.table_batched_embedding(self.module, self.name)
+        internals.flush_cache(tbe)
+        return internals.local_weight(tbe, index).view(self.num_rows, self.dim)
+
+
+def find_zch_tables(model: nn.Module) -> list[ZchTable]:
+    """Finds every table of every sharded managed-collision module in a model.
+
+    Args:
+        model: any module, wrapped in ``DistributedModelParallel`` or not.
+
+    Returns:
+        The tables in module order, those that cannot be followed (``unsupported``) too. Every rank
+        gets the same tables in the same order.
+    """
+    return [
+        _describe(module, path, name)
+        for path, module in _managed_collision_modules(model)
+        for name in internals.collision_modules(module)
+    ]
+
+
+def has_unsharded_zch(model: nn.Module) -> bool:
+    """Whether the model holds a managed-collision module that was not sharded (yet)."""
+    return any(isinstance(m, BaseManagedCollisionEmbeddingCollection) for m in model.modules())
+
+
+def _managed_collision_modules(
+    module: nn.Module, path: str = ""
+) -> Iterator[tuple[str, BaseShardedManagedCollisionEmbeddingCollection]]:
+    if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
+        yield path, module
+        return
+    hidden = next((part for kind, part in _WRAPPERS if isinstance(module, kind)), None)
+    for name, child in module.named_children():
+        child_path = path if name == hidden else f"{path}.{name}" if path else name
+        yield from _managed_collision_modules(child, child_path)
+
+
+def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str, name: str) -> ZchTable:
+    mcm = internals.collision_modules(module)[name]
+    tbe, index = internals.table_batched_embedding(module, name)
+    shard, num_shards, replicated = internals.shard_env(module)
+    hash_sizes = internals.routing_hash_sizes(module, name)
+    config = internals.table_config(module, name)
+    followed = isinstance(mcm, MCHManagedCollisionModule)
+    return ZchTable(
+        fqn=f"{path}.{name}" if path else name,
+        name=name,
+        module=module,
+        features=tuple(hash_sizes),
+        shard=shard,
+        num_rows=internals.local_weight(tbe, index).numel() // config.embedding_dim,
+        first_row=internals.first_row(mcm) if followed else 0,
+        num_embeddings=config.num_embeddings,
+        dim=config.embedding_dim,
+        routing=ShardRouting.for_hash_size(next(iter(hash_sizes.values())), num_shards),
+        hashed=followed and internals.has_hash_function(mcm),
+        hash_size=int(mcm.input_size()),
+        unsupported=_why_unsupported(mcm, tbe, hash_sizes, replicated),
+    )
+
+
+def _why_unsupported(
+    mcm: nn.Module, tbe: nn.Module, hash_sizes: dict[str, int], replicated: bool
+) -> str | None:
+    if not isinstance(mcm, MCHManagedCollisionModule):
+        return (
+            f"its collision module is a {type(mcm).__name__}; "
+            "only MCHManagedCollisionModule keeps a map of ids to rows that can be inverted"
+        )
+    if not internals.can_reset_rows(tbe):
+        return (
+            "a dense compute kernel cannot reset the rows of evicted ids; "
+            "shard it with compute_kernel='fused'"
+        )
+    if (optimizer := internals.optimizer_name(tbe)) in _MOVES_WHOLE_TABLES:
+        return f"{optimizer} moves rows that were not looked up; use EXACT_ROWWISE_ADAGRAD or EXACT_ADAGRAD"
+    if replicated:
+        return "2D parallel replicas differ until DMPCollection.sync(); use DistributedModelParallel"
+    if len(set(hash_sizes.values())) > 1:
+        return (
+            f"TorchRec routes its features by different hash sizes ({hash_sizes}), so one id can live "
+            "on two shards; give tables that share a feature the same input_hash_size"
+        )
+    return None

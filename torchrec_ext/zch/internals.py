@@ -1,0 +1,140 @@
+"""Every private TorchRec attribute this package reads, each behind a function.
+
+Checked against TorchRec 1.8 and 1.9. A missing attribute raises ``TorchRecVersionError`` when a
+table is looked for, not an ``AttributeError`` in the middle of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torchrec
+from torch import nn
+from torchrec.distributed.mc_embedding_modules import (
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+
+from torchrec_ext.errors import TorchRecVersionError
+
+_CHECKED = "1.8 and 1.9"
+
+
+def _private(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise TorchRecVersionError(
+            f"{type(owner).__name__} of torchrec {torchrec.__version__} has no {name!r}; "
+            f"torchrec_ext was checked against torchrec {_CHECKED}"
+        ) from error
+
+
+def collision_modules(
+    module: BaseShardedManagedCollisionEmbeddingCollection,
+) -> dict[str, ManagedCollisionModule]:
+    """This rank's managed-collision module of each table."""
+    collection = _private(module, "_managed_collision_collection")
+    return dict(_private(collection, "_managed_collision_modules").items())
+
+
+def tables_per_lookup(module: BaseShardedManagedCollisionEmbeddingCollection) -> list[list[str]]:
+    """The table names of each lookup, in the order in which their ids stand in its input."""
+    return _private(_private(module, "_managed_collision_collection"), "_sharding_tables")
+
+
+def features_per_table(
+    module: BaseShardedManagedCollisionEmbeddingCollection,
+) -> list[list[int]]:
+    """How many features each table of each lookup has, parallel to ``tables_per_lookup``."""
+    collection = _private(module, "_managed_collision_collection")
+    return _private(collection, "_sharding_per_table_feature_splits")
+
+
+def table_config(module: BaseShardedManagedCollisionEmbeddingCollection, table: str) -> BaseEmbeddingConfig:
+    """The table's configuration, of all shards."""
+    collection = _private(module, "_managed_collision_collection")
+    return _private(collection, "_table_name_to_config")[table]
+
+
+def routing_hash_sizes(module: BaseShardedManagedCollisionEmbeddingCollection, table: str) -> dict[str, int]:
+    """The hash size by which each feature of a table is routed to a shard.
+
+    TorchRec routes a feature by one table's ``input_hash_size``: for a feature that two tables share,
+    by that of the table named last.
+    """
+    collection = _private(module, "_managed_collision_collection")
+    table_of_feature = _private(collection, "_feature_to_table")
+    modules = collision_modules(module)
+    return {
+        feature: int(modules[table_of_feature[feature]].input_size())
+        for feature in _private(collection, "_table_to_features")[table]
+    }
+
+
+def shard_env(module: BaseShardedManagedCollisionEmbeddingCollection) -> tuple[int, int, bool]:
+    """This rank's shard, the number of shards, and whether the table is replicated (2D parallel)."""
+    env = _private(module, "_env")
+    return int(env.rank), int(env.world_size), hasattr(env, "sharding_pg")
+
+
+def table_batched_embedding(
+    module: BaseShardedManagedCollisionEmbeddingCollection, table: str
+) -> tuple[nn.Module, int]:
+    """FBGEMM's table-batched embedding (TBE) that holds a table, and the table's place in it."""
+    tbe, index = _private(module, "_table_to_tbe_and_index")[table]
+    return tbe, int(index)
+
+
+def local_weight(tbe: nn.Module, index: int) -> torch.Tensor:
+    """This rank's rows of a table, a view ``[rows, dim]`` on the TBE's own storage."""
+    return _private(tbe, "split_embedding_weights")()[index]
+
+
+def can_reset_rows(tbe: nn.Module) -> bool:
+    """Whether the TBE can reset evicted rows: fused kernels can, dense ones cannot."""
+    return hasattr(tbe, "reset_embedding_weight_momentum")
+
+
+def optimizer_name(tbe: nn.Module) -> str:
+    """The fused optimizer's name, such as ``EXACT_ADAGRAD``."""
+    return str(getattr(_private(tbe, "optimizer"), "name", tbe.optimizer))
+
+
+def flush_cache(tbe: nn.Module) -> None:
+    """Writes rows that sit in a UVM cache back to the weights; does nothing where there is no cache."""
+    if hasattr(tbe, "flush"):
+        tbe.flush()  # type: ignore[operator]
+
+
+def slots(mcm: MCHManagedCollisionModule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The collision map of a shard of ``n`` rows.
+
+    Returns:
+        The sorted raw ids, int64 ``[n]`` (empty slots hold int64 max), and each slot's global row,
+        int64 ``[n]``.
+    """
+    return _private(mcm, "_mch_sorted_raw_ids"), _private(mcm, "_mch_remapped_ids_mapping")
+
+
+def first_row(mcm: MCHManagedCollisionModule) -> int:
+    """The global row at which this rank's shard starts."""
+    return int(_private(mcm, "_output_global_offset"))
+
+
+def has_hash_function(mcm: MCHManagedCollisionModule) -> bool:
+    """Whether ids are hashed (``input_hash_func``) before they reach the collision map."""
+    return _private(mcm, "_input_hash_func") is not None
+
+
+def remapped_rows(ctx: object) -> Sequence[torch.Tensor]:
+    """The local rows each lookup of a finished ``compute(ctx, ...)`` read, one int64 tensor a lookup."""
+    return [features.values() for features in _private(ctx, "remapped_kjt")]
+
+
+def evicted_rows(ctx: object) -> dict[str, torch.Tensor | None]:
+    """The local rows, per table, that a finished ``compute(ctx, ...)`` reset for other ids."""
+    return _private(ctx, "evictions_per_table")

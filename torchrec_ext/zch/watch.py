@@ -1,0 +1,127 @@
+"""Watches managed-collision compute: which rows were reset for new ids, and which a gradient reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.mc_embedding_modules import (
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+from torchrec_ext.zch import internals
+from torchrec_ext.zch.binding import RowBinding
+
+_ATTRIBUTE = "_torchrec_ext_watch"
+
+
+class ZchListener(Protocol):
+    """What a ``ZchWatch`` tells of one module."""
+
+    def rows_touched(self, table: str, rows: torch.Tensor) -> None:
+        """Local rows (int64, on the table's device, repeats possible) whose vector may have changed."""
+
+
+class ZchWatch:
+    """The one hook on a sharded managed-collision module, shared by all that listen to it.
+
+    It stands in for the module's ``compute``, where TorchRec remaps ids, resets evicted rows and
+    looks up embeddings. Rows are reported
+
+    - when an eviction reset them for another id, whatever the mode;
+    - when the gradient of their lookup arrives, however long ago and in whatever mode they were looked
+      up: only then does the fused optimizer move them. A lookup without a backward reports nothing.
+    """
+
+    def __init__(self, module: BaseShardedManagedCollisionEmbeddingCollection) -> None:
+        self._module = module
+        self._listeners: list[ZchListener] = []
+        self.bindings: dict[str, RowBinding] = {
+            name: RowBinding(mcm)
+            for name, mcm in internals.collision_modules(module).items()
+            if isinstance(mcm, MCHManagedCollisionModule)
+        }
+        self._lookups = list(
+            zip(
+                internals.tables_per_lookup(module),
+                internals.features_per_table(module),
+                strict=True,
+            )
+        )
+        self._before: Callable[..., list[torch.Tensor]] | None = vars(module).get("compute")
+        self._compute = module.compute
+        self._hook = self.compute
+        module.compute = self._hook
+
+    @classmethod
+    def attach(
+        cls, module: BaseShardedManagedCollisionEmbeddingCollection, listener: ZchListener
+    ) -> ZchWatch:
+        """Joins the watch on a module, putting it there if this is the first listener."""
+        watch = vars(module).get(_ATTRIBUTE)
+        if watch is None:
+            watch = cls(module)
+            vars(module)[_ATTRIBUTE] = watch
+        watch._listeners.append(listener)
+        return watch
+
+    def detach(self, listener: ZchListener) -> None:
+        """Leaves the watch; the last to leave restores the module's own ``compute``."""
+        self._listeners.remove(listener)
+        if self._listeners:
+            return
+        attributes = vars(self._module)
+        del attributes[_ATTRIBUTE]
+        # If someone else wrapped compute after us, our hook stays inside theirs and does nothing.
+        if attributes.get("compute") is self._hook:
+            del attributes["compute"]
+            if self._before is not None:
+                attributes["compute"] = self._before
+
+    def catch_up(self) -> None:
+        """Reports rows whose owner was changed by anything but an eviction."""
+        for table, binding in self.bindings.items():
+            changed = binding.catch_up()
+            if changed is not None:
+                self._report(table, changed)
+
+    def compute(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
+        """Stands in for the module's ``compute``: calls it, then reports what it did."""
+        if not self._listeners:
+            return self._compute(ctx, dist_input)
+        self.catch_up()
+        outputs = self._compute(ctx, dist_input)
+        for table, rows in internals.evicted_rows(ctx).items():
+            if rows is not None and table in self.bindings:
+                self._report(table, rows)
+                self.bindings[table].refresh()
+        lookups = zip(self._lookups, dist_input, internals.remapped_rows(ctx), outputs, strict=True)
+        for (tables, num_features), features, rows, output in lookups:
+            if output.requires_grad:
+                # Lengths of the features before the remap: TorchRec has them on the host already.
+                per_table = _sum_runs(features.length_per_key(), num_features)
+                output.register_hook(partial(self._gradient_arrived, tables, rows.split(per_table)))
+        return outputs
+
+    def _gradient_arrived(
+        self, tables: Sequence[str], rows: Sequence[torch.Tensor], _gradient: torch.Tensor
+    ) -> None:
+        for table, touched in zip(tables, rows, strict=True):
+            self._report(table, touched)
+
+    def _report(self, table: str, rows: torch.Tensor) -> None:
+        rows = rows.long()
+        for listener in self._listeners:
+            listener.rows_touched(table, rows)
+
+
+def _sum_runs(values: Sequence[int], run_lengths: Sequence[int]) -> list[int]:
+    sums, start = [], 0
+    for length in run_lengths:
+        sums.append(sum(values[start : start + length]))
+        start += length
+    return sums
