@@ -158,9 +158,7 @@ def report_learning(predictions: torch.Tensor) -> None:
     of_ranks = [torch.empty_like(predictions) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, predictions)
     first, *_, last = torch.cat(of_ranks, dim=2).tensor_split(4)
-    auc = [
-        binary_auroc(part[:, 0].flatten(), part[:, 1].long().flatten()) for part in (first, last)
-    ]
+    auc = [binary_auroc(part[:, 0].flatten(), part[:, 1].long().flatten()) for part in (first, last)]
     say(f"AUC on ratings to come: {auc[0]:.3f} in the first quarter, {auc[1]:.3f} in the last")
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -35,6 +30,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from tests.support.workers import run_on
 from torchrec_ext.zch import ZchEmbeddingBagCollectionSharder, ZchEmbeddingCollectionSharder
 
 WORLD_SIZE = 2
@@ -71,9 +67,7 @@ class Model(nn.Module):
         }
         if self.pooled:
             bag_configs = [
-                EmbeddingBagConfig(
-                    name=n, embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=f
-                )
+                EmbeddingBagConfig(name=n, embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=f)
                 for n, f in tables
             ]
             self.mc: nn.Module = ManagedCollisionEmbeddingBagCollection(
@@ -110,22 +104,6 @@ def batch(step: int, rank: int) -> KeyedJaggedTensor:
     )
 
 
-def run_in_processes(check: Callable[..., None], tmp_path: Path, *args: Any) -> None:
-    """Runs ``check(rank, *args)`` in gloo processes; an error in one of them fails the test."""
-    mp.spawn(_in_group, args=(str(tmp_path / "rendezvous"), check, args), nprocs=WORLD_SIZE)
-
-
-def _in_group(
-    rank: int, rendezvous: str, check: Callable[..., None], args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE
-    )
-    check(rank, *args)
-    dist.destroy_process_group()
-
-
 def planner() -> EmbeddingShardingPlanner:
     return EmbeddingShardingPlanner(
         topology=Topology(world_size=WORLD_SIZE, local_world_size=WORLD_SIZE, compute_device="cpu")
@@ -146,7 +124,7 @@ def evicted_rows(model: nn.Module) -> list[torch.Tensor]:
     return rows
 
 
-def plan_and_train(rank: int, kind: str, given_plan: bool) -> None:
+def plan_and_train(kind: str, given_plan: bool) -> None:
     model = Model(kind)
     sharders = [SHARDERS[kind]()]
     plan = planner().collective_plan(model, sharders, dist.group.WORLD) if given_plan else None
@@ -159,7 +137,7 @@ def plan_and_train(rank: int, kind: str, given_plan: bool) -> None:
     before = weight.detach().clone()
     evicted = evicted_rows(sharded)
     for step in range(12):
-        sharded(batch(step, rank)).backward()
+        sharded(batch(step, dist.get_rank())).backward()
 
     # The tables are full after a few steps: what comes later can only take the rows of others.
     assert sum(rows.numel() for rows in evicted) > WORLD_SIZE * NUM_ROWS
@@ -168,23 +146,21 @@ def plan_and_train(rank: int, kind: str, given_plan: bool) -> None:
     assert weight.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "given_plan"), [("bag", True), ("bag", False), ("sequence", True)]
-)
+@pytest.mark.parametrize(("kind", "given_plan"), [("bag", True), ("bag", False), ("sequence", True)])
 def test_planner_places_zch_modules_on_cpu_and_they_train_through_evictions(
-    kind: str, given_plan: bool, tmp_path: Path
+    kind: str, given_plan: bool
 ) -> None:
-    run_in_processes(plan_and_train, tmp_path, kind, given_plan)
+    run_on(WORLD_SIZE, plan_and_train, kind, given_plan)
 
 
-def plan_uneven_buckets(rank: int) -> None:
+def plan_uneven_buckets() -> None:
     for kind, sharder in SHARDERS.items():
         with pytest.raises(ValueError, match=r"'t0'.* 3 buckets .* 2 ranks.*buckets=2"):
             planner().plan(Model(kind, buckets=3), [sharder()])
 
 
-def test_uneven_buckets_raise_an_error_that_says_what_to_pass(tmp_path: Path) -> None:
-    run_in_processes(plan_uneven_buckets, tmp_path)
+def test_uneven_buckets_raise_an_error_that_says_what_to_pass() -> None:
+    run_on(WORLD_SIZE, plan_uneven_buckets)
 
 
 @kinds
@@ -196,9 +172,7 @@ def test_parameters_are_found_without_a_process_group(kind: str) -> None:
 def test_cpu_is_offered_row_wise_fused_alone(kind: str) -> None:
     sharder = SHARDERS[kind]()
     assert sharder.sharding_types("cpu") == [ShardingType.ROW_WISE.value]
-    assert sharder.compute_kernels(ShardingType.ROW_WISE.value, "cpu") == [
-        EmbeddingComputeKernel.FUSED.value
-    ]
+    assert sharder.compute_kernels(ShardingType.ROW_WISE.value, "cpu") == [EmbeddingComputeKernel.FUSED.value]
 
 
 @kinds
@@ -208,13 +182,12 @@ def test_cuda_is_offered_what_torchrec_offers_less_the_kernels_an_eviction_break
     ours, theirs = SHARDERS[kind](), TORCHREC_SHARDERS[kind]()
     assert set(ours.sharding_types("cuda")) == set(theirs.sharding_types("cuda"))
     row_wise = ShardingType.ROW_WISE.value
-    assert set(theirs.compute_kernels(row_wise, "cuda")) - set(
-        ours.compute_kernels(row_wise, "cuda")
-    ) == {EmbeddingComputeKernel.KEY_VALUE.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value}
+    assert set(theirs.compute_kernels(row_wise, "cuda")) - set(ours.compute_kernels(row_wise, "cuda")) == {
+        EmbeddingComputeKernel.KEY_VALUE.value,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+    }
 
 
 @kinds
 def test_sharder_takes_the_arguments_of_its_base_class(kind: str) -> None:
-    assert SHARDERS[kind](fused_params={"learning_rate": 0.5}).fused_params == {
-        "learning_rate": 0.5
-    }
+    assert SHARDERS[kind](fused_params={"learning_rate": 0.5}).fused_params == {"learning_rate": 0.5}

@@ -58,6 +58,8 @@ class DeltaLog:
                 data = _no_symlink(entry / MANIFEST_NAME).read_bytes()
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                raise DeltaLogError(f"{entry.name}: {MANIFEST_NAME} cannot be read: {error}") from error
             manifest = Manifest.from_json(data, entry.name)
             manifests[manifest.dump] = manifest
         return _in_chain_order(manifests)

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrec_ext.delta.format import FORMAT_VERSION, fallback_name, part_name
 from torchrec_ext.errors import DeltaLogError
 from torchrec_ext.zch.routing import ShardRouting
 
 MANIFEST_NAME = "manifest.json"
+RecordT = TypeVar("RecordT")
 _DIRECTORY = re.compile(r"step_(\d{12,})\.g(\d{4,})")
 
 
@@ -190,19 +191,19 @@ class Manifest:
             )
         try:
             manifest = cls(
-                dump=DumpId(**raw["dump"]),
-                previous=DumpId(**raw["previous"]) if raw["previous"] else None,
+                dump=_record(DumpId, raw["dump"]),
+                previous=None if raw["previous"] is None else _record(DumpId, raw["previous"]),
                 world_size=int(raw["world_size"]),
                 created_unix=float(raw["created_unix"]),
                 committed_unix=float(raw["committed_unix"]),
                 tables={
-                    fqn: TableInfo(**{**table, "features": tuple(table["features"])})
+                    fqn: _record(TableInfo, {**table, "features": tuple(table["features"])})
                     for fqn, table in raw["tables"].items()
                 },
-                parts=tuple(FileEntry(**entry) for entry in raw["parts"]),
-                fallbacks=tuple(FileEntry(**entry) for entry in raw["fallbacks"]),
-                stats=tuple(RankStats(**entry) for entry in raw["stats"]),
-                supersedes=tuple(DumpId(**dump) for dump in raw["supersedes"]),
+                parts=tuple(_record(FileEntry, entry) for entry in raw["parts"]),
+                fallbacks=tuple(_record(FileEntry, entry) for entry in raw["fallbacks"]),
+                stats=tuple(_record(RankStats, entry) for entry in raw["stats"]),
+                supersedes=tuple(_record(DumpId, dump) for dump in raw["supersedes"]),
                 metadata=dict(raw["metadata"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -224,10 +225,23 @@ class Manifest:
             expected = [name_of(rank, self.world_size) for rank in ranks]
             named = [entry.name for entry in entries]
             # Only names we would have given: a manifest cannot send a reader anywhere else.
-            if named != expected:
-                stray = next((name for name in named if name not in expected), None)
-                fault = f"names {stray!r}" if stray else f"names {len(named)} {kind} files"
+            if named != expected or not expected:
+                strays = [name for name in named if name not in expected]
+                fault = f"names {strays[0]!r}" if strays else f"names {len(named)} {kind} files"
                 raise DeltaLogError(
                     f"{directory}: {MANIFEST_NAME} {fault}; a dump of {self.world_size} ranks has "
-                    f"{expected[0]} to {expected[-1]}"
+                    f"{name_of(0, self.world_size)} to {name_of(self.world_size - 1, self.world_size)}"
                 )
+
+
+_JSON_TYPES: dict[Any, Any] = {"int": int, "float": (int, float), "str": str}
+
+
+def _record(kind: type[RecordT], raw: dict[str, Any]) -> RecordT:
+    """A dataclass from its JSON; a value of another type than its field's is a ``TypeError``."""
+    record = kind(**raw)
+    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
+        value = getattr(record, field_.name)
+        if not isinstance(value, _JSON_TYPES.get(field_.type, object)):
+            raise TypeError(f"{field_.name} is {value!r}, not {field_.type}")
+    return record

@@ -80,7 +80,7 @@ class _ZchSharder(BaseManagedCollisionEmbeddingCollectionSharder[ModuleT]):
                 process group there is no world size, and the check is left to the planner.
         """
         # The planner refuses such buckets too, right after it has asked for the parameters, but
-        # its error advises to enable a switch that does not exist outside TorchRec's home.
+        # its error advises to enable a switch that the open-source TorchRec does not have.
         if dist.is_available() and dist.is_initialized():
             _check_buckets(module, dist.get_world_size())
         return super().shardable_parameters(module)

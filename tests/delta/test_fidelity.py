@@ -1,0 +1,41 @@
+"""The fidelity invariant: replaying the dumps answers what the model answers, for every id, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.support.schedules import Schedule, run_schedule, schedules
+from tests.support.workers import run_on
+
+MUST_SEE = (
+    "dumps",
+    "compared",
+    "admissions",
+    "evictions",
+    "re-admissions",
+    "same-row re-admissions",
+    "same-row re-admissions within an interval",
+)
+
+
+@pytest.mark.parametrize(("world_size", "examples"), [(1, 60), (2, 40), (3, 30)])
+def test_replay_answers_what_the_model_answers(world_size: int, examples: int) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(schedules())
+    def every_schedule(schedule: Schedule) -> None:
+        for counts in run_on(world_size, run_schedule, schedule):
+            seen.update(counts)
+
+    every_schedule()
+    print(f"{world_size} ranks: {dict(seen)}")
+    missing = [event for event in MUST_SEE if not seen[event]]
+    assert not missing, f"the schedules never showed {missing}: the test proves nothing about them"
