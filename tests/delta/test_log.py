@@ -264,7 +264,7 @@ def edit_manifest(dump: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (dump / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("name", ["../x.parquet", "/etc/passwd", "part_00001_of_00003.parquet", "", 7, None])
+@pytest.mark.parametrize("name", ["../x.parquet", "/etc/passwd", "part_00001_of_00003.parquet", ""])
 @pytest.mark.parametrize("kind", ["parts", "fallbacks"])
 def test_manifest_cannot_name_a_file_that_is_not_its_own(directory: Path, kind: str, name: Any) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest[kind][1].update(name=name))
@@ -298,6 +298,7 @@ def test_manifest_that_lacks_a_field_is_an_error_that_names_dump_and_field(direc
         "tables.mc.t0.block_size",
         "tables.mc.t0.features",
         "parts.1",
+        "parts.1.name",
         "parts.1.rows",
         "parts.1.nbytes",
         "parts.1.crc32",

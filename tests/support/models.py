@@ -20,7 +20,7 @@ from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -186,6 +186,7 @@ def _module(tables: Sequence[Table], spec: Spec, world_size: int) -> nn.Module:
             num_embeddings=t.rows,
             feature_names=list(t.features),
             init_fn=partial(nn.init.uniform_, a=-1.0, b=1.0),
+            data_type=DataType[spec.dtype],
         )
         for t in tables
     ]

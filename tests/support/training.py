@@ -47,7 +47,5 @@ def write_log(directory: Path, steps: Iterable[int] = (10, 20, 30, 40)) -> dict[
             # The popular ids move on: rows change hands, so that keys are deleted.
             train(model, TWO_TABLES, (step // 2 + rng.integers(0, 60, 60) ** 2 // 60) % 60)
             dumper.dump(step, {"checkpoint": f"ckpt/{step}"})
-            answered[step] = {
-                fqn: answers(model, TWO_TABLES, *fqn.split("."), IDS).numpy() for fqn in TABLES
-            }
+            answered[step] = {fqn: answers(model, TWO_TABLES, *fqn.split("."), IDS).numpy() for fqn in TABLES}
     return answered
