@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ IDS_PER_BAG = 4
 VOCABULARY = 1_000_000
 ZIPF = 0.98
 HASH_SIZE = 1 << 40
-EVICTION_INTERVAL = 50  # steps; about 3 % of the rows change hands each time
+EVICTION_INTERVAL = 50  # steps; TBD
 STEPS_PER_DUMP = 50
 TURN = 5  # steps in a row on one model
 NONE, OURS, BASELINE = "no dumper", "ours", "baseline"
@@ -68,29 +68,31 @@ def run(quick: bool) -> Result:
             "step: forward, backward and fused update of the embeddings alone, nothing dense",
             "baseline: append rows at every lookup, make them unique at the dump, write with pyarrow's "
             "defaults",
-            "stall: how long one dump keeps the training thread",
+            "stall: how long one dump keeps the training thread; steps after a dump: ours is writing it",
+            "OMP_NUM_THREADS=1, which torchrun sets for several ranks, makes a busy machine's numbers calmer",
         ),
     )
 
 
 @dataclass
 class Round:
-    """The steps up to a dump and the dump, by variant, in seconds and bytes."""
+    """The steps up to a dump, the dump, and the steps right after it: seconds and bytes, by variant."""
 
     steps: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
     evictions: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
     stall: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
     committed: float = 0.0
     rows: int = 0
     size: dict[str, int] = field(default_factory=dict)
 
     def total(self, variant: str) -> float:
-        """All steps together."""
+        """The steps up to the dump together."""
         return sum(self.steps[variant]) + sum(self.evictions[variant])
 
 
 class Comparison:
-    """Three models that make the same steps in turns."""
+    """Three equal models that make the same steps in turns."""
 
     def __init__(self, directory: Path) -> None:
         self._log = directory / "deltas"
@@ -106,14 +108,18 @@ class Comparison:
         self._train(Round(), EVICTION_INTERVAL // 2)
 
     def round(self) -> Round:
-        """Trains for a while, then dumps."""
+        """Trains for a while, dumps, and makes a few steps while ours is written."""
         done = Round()
-        self._train(done, STEPS_PER_DUMP)
-        for name in self._order.sample((OURS, BASELINE), 2):
+        self._train(done, STEPS_PER_DUMP - TURN)
+        batches = self._take_turn()
+        for name in self._shuffled():
             if name == OURS:
-                self._dump_ours(done)
+                self._dump_ours(done, batches)
             else:
-                self._dump_baseline(done)
+                if name == BASELINE:
+                    self._dump_baseline(done)
+                done.after[name] = sum(self._steps(name, batches))
+        self._step += TURN
         return done
 
     def close(self) -> None:
@@ -121,24 +127,18 @@ class Comparison:
 
     def _train(self, done: Round, steps: int) -> None:
         for _ in range(steps // TURN):
-            batches = [next(self._batches) for _ in range(TURN)]
-            for name in self._order.sample(VARIANTS, len(VARIANTS)):
-                for step, batch in enumerate(batches, self._step + 1):
+            batches = self._take_turn()
+            for name in self._shuffled():
+                for step, seconds in enumerate(self._steps(name, batches), self._step + 1):
                     evicts = step % EVICTION_INTERVAL == 0
-                    (done.evictions if evicts else done.steps)[name].append(self._train_on(name, step, batch))
+                    (done.evictions if evicts else done.steps)[name].append(seconds)
             self._step += TURN
 
-    def _train_on(self, name: str, step: int, batch: KeyedJaggedTensor) -> float:
-        began = time.perf_counter()
-        loss_of(self._models[name](batch)).backward()  # the fused optimizer updates in the backward
-        if name == OURS:
-            self._dumper.step(step)
-        return time.perf_counter() - began
-
-    def _dump_ours(self, done: Round) -> None:
+    def _dump_ours(self, done: Round, batches: list[KeyedJaggedTensor]) -> None:
         began = time.perf_counter()
         result = self._dumper.dump(self._step)
         done.stall[OURS] = time.perf_counter() - began
+        done.after[OURS] = sum(self._steps(OURS, batches))
         self._dumper.flush()
         done.committed = time.perf_counter() - began
         done.rows = result.rows
@@ -150,28 +150,44 @@ class Comparison:
         done.stall[BASELINE] = time.perf_counter() - began
         done.size[BASELINE] = self._file.stat().st_size
 
+    def _steps(self, name: str, batches: list[KeyedJaggedTensor]) -> list[float]:
+        """Makes the next steps on one model; returns the seconds each took."""
+        seconds = []
+        for step, batch in enumerate(batches, self._step + 1):
+            began = time.perf_counter()
+            loss_of(self._models[name](batch)).backward()  # the fused optimizer updates in the backward
+            if name == OURS:
+                self._dumper.step(step)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def _take_turn(self) -> list[KeyedJaggedTensor]:
+        return [next(self._batches) for _ in range(TURN)]
+
+    def _shuffled(self) -> list[str]:
+        return self._order.sample(VARIANTS, len(VARIANTS))
+
 
 def _measurements(rounds: list[Round]) -> tuple[Measurement, ...]:
-    found = []
-    for title, of_round in (
-        ("step", lambda r, name: r.steps[name]),
-        ("step with an eviction", lambda r, name: r.evictions[name]),
-        (f"{STEPS_PER_DUMP} steps", lambda r, name: [r.total(name)]),
-    ):
-        ms = {name: [1e3 * s for r in rounds for s in of_round(r, name)] for name in VARIANTS}
-        found += [Measurement(f"{title}, {name}", "ms", tuple(ms[name])) for name in VARIANTS]
-        found += [
-            Measurement.ratio(f"{title}, {name} / {NONE}", ms[name], ms[NONE]) for name in (OURS, BASELINE)
-        ]
-    stall = {name: [1e3 * r.stall[name] for r in rounds] for name in (OURS, BASELINE)}
-    found += [Measurement(f"stall, {name}", "ms", tuple(ms)) for name, ms in stall.items()]
-    found.append(Measurement.ratio(f"stall, {OURS} / {BASELINE}", stall[OURS], stall[BASELINE]))
+    found: list[Measurement] = []
+
+    def compare(title: str, names: tuple[str, ...], to: str, of: Callable[[Round, str], list[float]]) -> None:
+        ms = {name: [1e3 * seconds for r in rounds for seconds in of(r, name)] for name in names}
+        found.extend(Measurement(f"{title}, {name}", "ms", tuple(ms[name])) for name in names)
+        found.extend(
+            Measurement.ratio(f"{title}, {name} / {to}", ms[name], ms[to]) for name in names if name != to
+        )
+
+    compare("step", VARIANTS, NONE, lambda r, name: r.steps[name])
+    compare("step with an eviction", VARIANTS, NONE, lambda r, name: r.evictions[name])
+    compare(f"{STEPS_PER_DUMP - TURN} steps", VARIANTS, NONE, lambda r, name: [r.total(name)])
+    compare(f"{TURN} steps after a dump", (NONE, OURS), NONE, lambda r, name: [r.after[name]])
+    compare("stall", (OURS, BASELINE), BASELINE, lambda r, name: [r.stall[name]])
     found.append(Measurement(f"until committed, {OURS}", "ms", tuple(1e3 * r.committed for r in rounds)))
     found.append(Measurement("changed rows per dump", "rows", tuple(r.rows for r in rounds)))
-    found += [
-        Measurement(f"size of a dump, {name}", "MB", tuple(1e-6 * r.size[name] for r in rounds))
-        for name in (OURS, BASELINE)
-    ]
+    for name in (OURS, BASELINE):
+        megabytes = tuple(1e-6 * r.size[name] for r in rounds)
+        found.append(Measurement(f"size of a dump, {name}", "MB", megabytes))
     return tuple(found)
 
 

@@ -77,6 +77,7 @@ class Committer:
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._unsaid: dict[str, TableDelta] = {}
+        self._abandoned: Path | None = None
 
     def commit(self, cut: Cut) -> Manifest | None:
         """Writes and commits a dump together with the other ranks.
@@ -103,15 +104,18 @@ class Committer:
         except DeltaDumpError as refused:
             self._keep(cut)
             self._remove_own_files(path)
+            self._abandoned = path
             if error is not None:
                 raise refused from error
             raise
         self._unsaid.clear()
+        self._abandoned = None
         self._previous = dump
         return manifest
 
     def close(self) -> None:
         """Leaves the group, so that ranks which wait for this one fail instead."""
+        self._remove_abandoned_directory()
         group, self._group = self._group, None
         if group is not None:
             # The user may have torn down all groups already.
@@ -119,6 +123,8 @@ class Committer:
                 dist.destroy_process_group(group)
 
     def _write(self, path: Path, cut: Cut) -> _RankFiles:
+        if self._abandoned != path:
+            self._remove_abandoned_directory()
         path.mkdir(exist_ok=True)
         name = fmt.part_name(self._rank, self._world_size)
         upserts = deletes = 0
@@ -236,8 +242,13 @@ class Committer:
         ):
             with contextlib.suppress(OSError):
                 (path / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty yet: another rank comes after us
-            path.rmdir()
+
+    def _remove_abandoned_directory(self) -> None:
+        # Not before this rank does something else: a rank ahead of it may try the same dump again.
+        if self._abandoned is not None:
+            with contextlib.suppress(OSError):  # not empty yet: another rank comes after us
+                self._abandoned.rmdir()
+            self._abandoned = None
 
 
 def _fallback_batch(answers: ShardAnswers) -> pa.Table:

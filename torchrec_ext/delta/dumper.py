@@ -252,16 +252,20 @@ class DeltaDumper:
 
         Raises:
             CorruptTableError: a table of this rank contradicts itself.
-            DeltaDumpError: a dump was not committed; what it held is not in the log.
+            DeltaDumpError: the last dump was not committed; what it held is not in the log.
         """
         if self._closed:
             return
         try:
-            if self._last_step is not None and self._last_step != self._last_dump:
+            # A failed dump's rows wait for the next one: this is the last that can take them.
+            if self._last_step is not None and (
+                self._last_step != self._last_dump or self._writer.last_dump_failed()
+            ):
                 self._dump(self._last_step, {})
         finally:
             self._leave(wait=True)
-        self._writer.raise_errors()
+        if self._writer.last_dump_failed():
+            self._writer.raise_errors()
 
     def __enter__(self) -> DeltaDumper:
         return self

@@ -28,6 +28,7 @@ class DumpWriter:
         self._changed = threading.Condition()
         self._pending: collections.deque[Cut] = collections.deque()
         self._errors: list[DeltaDumpError] = []
+        self._last_failed = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="torchrec-ext-delta", daemon=True)
         self._thread.start()
@@ -50,6 +51,11 @@ class DumpWriter:
         """Waits until nothing is pending."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
+
+    def last_dump_failed(self) -> bool:
+        """Waits until nothing is pending; whether the last cut was not committed, on every rank alike."""
+        self.wait_until_written()
+        return self._last_failed
 
     def raise_errors(self) -> None:
         """Raises what went wrong since the last call."""
@@ -77,6 +83,7 @@ class DumpWriter:
             error = self._commit(cut)
             with self._changed:
                 cut.committed = error is None
+                self._last_failed = error is not None
                 if error is not None and cut.error is None:
                     self._errors.append(error)
                 cut.release()
