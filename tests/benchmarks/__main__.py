@@ -23,12 +23,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     machine = Machine.this()
-    print("\n".join(f"{name}: {value}" for name, value in asdict(machine).items()))
+    print(machine, flush=True)
     results = []
     for name in arguments.only or BENCHMARKS:
         print(f"running {name} ...", file=sys.stderr)
         result = run_alone(name, arguments.quick)
-        print(f"\n{result.table()}")
+        print(f"\n{result.table()}", flush=True)
         results.append(result)
 
     OUTPUT.mkdir(exist_ok=True)

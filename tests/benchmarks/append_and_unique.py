@@ -14,10 +14,11 @@ from torchrec_ext.zch import ZchTable, find_zch_tables, internals
 
 
 class AppendAndUnique:
-    """The baseline: exact enough without crashes and look-ahead, and written while training waits.
+    """The baseline: appends the rows of every lookup, and writes a file while training waits.
 
-    It is as quick as this approach can be made without changing it: vectors reach Arrow without a copy
-    and no row becomes a Python object. Each table needs a feature of its own.
+    It is as quick as this approach can be made: vectors reach Arrow without a copy, no row becomes a
+    Python object, and nothing is done for exactness (rows that an eviction reset and nobody looked up,
+    ids that lost their row) or against a crash. Each table needs a feature of its own.
     """
 
     def __init__(self, model: nn.Module) -> None:

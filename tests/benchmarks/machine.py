@@ -37,6 +37,14 @@ class Machine:
             commit=_commit(),
         )
 
+    def __str__(self) -> str:
+        packages = ", ".join(f"{name} {version}" for name, version in self.packages.items())
+        return (
+            f"{self.cpu}, {self.cores} cores, load average {self.load_average:.1f}, {self.date}\n"
+            f"Python {self.python}, {packages}\n"
+            f"commit {self.commit or 'unknown'}"
+        )
+
 
 def _cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():

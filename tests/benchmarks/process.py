@@ -17,6 +17,7 @@ def run_alone(name: str, quick: bool) -> Result:
 
 
 def _run(name: str, quick: bool) -> Result:
-    for noisy in ("torch", "torchrec"):
+    module = importlib.import_module(f"tests.benchmarks.{name}")
+    for noisy in ("torch", "torchrec"):  # only now: importing torch sets its levels anew
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    return importlib.import_module(f"tests.benchmarks.{name}").run(quick)
+    return module.run(quick)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,8 +62,9 @@ class Result:
             rows.append([one.name, one.unit, *numbers, str(len(one.samples))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.name}: {self.title}"]
-        lines.append("  " + ", ".join(f"{name} {value}" for name, value in self.settings.items()))
-        lines.extend(f"  {note}" for note in self.notes)
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        for text in (settings, *self.notes):
+            lines.extend(textwrap.wrap(text, 108, initial_indent="  ", subsequent_indent="    "))
         for row in rows:
             words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
             numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]

@@ -16,7 +16,7 @@ from tests.support.models import build, one_table
 from tests.support.schedules import compare
 from tests.support.training import train
 from tests.support.workers import run_on
-from torchrec_ext.delta import CorruptTableError, DeltaDumpError, DeltaDumper, DeltaLog
+from torchrec_ext.delta import CorruptTableError, DeltaDumper, DeltaDumpError, DeltaLog
 from torchrec_ext.zch import ZchTable, find_zch_tables
 
 # Every shard of six rows admits five of thirty ids, then gives three of their rows to others.
@@ -148,6 +148,30 @@ def _corrupt_and_mend(directory: Path, fault: Fault, bad_rank: int) -> Outcome:
         dumper.flush()
         compare(model, spec, str(directory), ALL_IDS)
     return outcome
+
+
+def _leave_while_corrupt(directory: Path, fault: Fault, bad_rank: int) -> None:
+    spec = one_table(rows=12, hash_size=60, eviction_interval=1)
+    model = build(spec)
+    dumper = DeltaDumper(model, directory, interval_steps=1)
+    train(model, spec, _on_every_shard(FIRST_IDS, 2))
+    dumper.step(1)
+    train(model, spec, _on_every_shard(LATER_IDS, 2))
+    corrupt = dist.get_rank() == bad_rank
+    if corrupt:
+        _injected(model, fault)
+    expected = CorruptTableError if corrupt else DeltaDumpError
+    with pytest.raises(expected), dumper:
+        with pytest.raises(expected):
+            dumper.step(2)
+            dumper.flush()
+        # Who goes on as if nothing had happened is told once more when the block ends.
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_leaving_the_block_with_a_corrupt_table_raises_on_every_rank(bad_rank: int, tmp_path: Path) -> None:
+    run_on(2, _leave_while_corrupt, tmp_path / "deltas", row_named_twice, bad_rank)
+    assert [dump.step for dump in DeltaLog(tmp_path / "deltas").dumps()] == [1]
 
 
 def _on_every_shard(ids: list[int], world_size: int) -> list[int]:

@@ -154,11 +154,11 @@ def test_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 def test_step_that_was_not_dumped_is_an_error(directory: Path) -> None:
     log = DeltaLog(directory)
-    with pytest.raises(DeltaLogError, match="no committed dump of step 25$"):
+    with pytest.raises(DeltaLogError, match=r"no committed dump of step 25$"):
         log.read(25)
-    with pytest.raises(DeltaLogError, match="no committed dump of step 20 of generation 3$"):
+    with pytest.raises(DeltaLogError, match=r"no committed dump of step 20 of generation 3$"):
         log.read(20, generation=3)
-    with pytest.raises(DeltaLogError, match="no committed dump at or before step 9$"):
+    with pytest.raises(DeltaLogError, match=r"no committed dump at or before step 9$"):
         log.replay(upto=9)
 
 
@@ -272,13 +272,25 @@ def test_manifest_cannot_name_a_file_that_is_not_its_own(directory: Path, kind: 
         DeltaLog(directory).dumps()
 
 
-MANIFEST_FIELDS = (
-    "dump previous world_size created_unix committed_unix tables parts fallbacks stats supersedes metadata"
-).split()
+MANIFEST_FIELDS = [
+    "dump",
+    "previous",
+    "world_size",
+    "created_unix",
+    "committed_unix",
+    "tables",
+    "parts",
+    "fallbacks",
+    "stats",
+    "supersedes",
+    "metadata",
+]
 
 
 @pytest.mark.parametrize("field", [*MANIFEST_FIELDS, "format_version"])
-def test_manifest_that_lacks_a_field_is_an_error_that_names_dump_and_field(directory: Path, field: str) -> None:
+def test_manifest_that_lacks_a_field_is_an_error_that_names_dump_and_field(
+    directory: Path, field: str
+) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest.pop(field))
     with pytest.raises(DeltaLogError, match=f"^{SECOND}: manifest.json.*'{field}'"):
         DeltaLog(directory).dumps()
@@ -336,14 +348,18 @@ def test_manifest_of_another_format_version_is_an_error_that_says_what_to_do(
     directory: Path, version: Any
 ) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest.update(format_version=version))
-    with pytest.raises(DeltaLogError, match=f"^{SECOND}: format version {version!r}; .*use the one that wrote it"):
+    with pytest.raises(
+        DeltaLogError, match=f"^{SECOND}: format version {version!r}; .*use the one that wrote it"
+    ):
         DeltaLog(directory).dumps()
 
 
 @pytest.mark.parametrize(("kept", "stray"), [("step_000000000020.g0000", "step_000000000030.g0000")])
 def test_gap_in_the_chain_is_an_error_that_names_both_dumps(directory: Path, kept: str, stray: str) -> None:
     shutil.rmtree(directory / kept)
-    with pytest.raises(DeltaLogError, match=f"^{stray} follows {kept}, which is missing: the chain has a gap"):
+    with pytest.raises(
+        DeltaLogError, match=f"^{stray} follows {kept}, which is missing: the chain has a gap"
+    ):
         DeltaLog(directory).dumps()
 
 
@@ -356,7 +372,9 @@ def test_log_without_its_first_dump_is_an_error(directory: Path) -> None:
 def test_copied_dump_is_an_error_that_names_both_directories(directory: Path) -> None:
     copy = "step_000000000050.g0000"
     shutil.copytree(directory / SECOND, directory / copy)
-    with pytest.raises(DeltaLogError, match=f"^{copy}: manifest.json is that of {SECOND}.* copied or renamed"):
+    with pytest.raises(
+        DeltaLogError, match=f"^{copy}: manifest.json is that of {SECOND}.* copied or renamed"
+    ):
         DeltaLog(directory).dumps()
 
 

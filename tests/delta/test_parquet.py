@@ -58,8 +58,7 @@ def test_duckdb_finds_with_one_query_over_one_glob_what_replay_finds(directory: 
 def test_each_key_appears_once_in_a_dump_and_deletes_are_among_them(parts: list[Path]) -> None:
     glob = str(parts[0].parent.parent / "step_*/part_*.parquet")
     repeated = duckdb.sql(
-        f"select global_step, table_fqn, key_id from read_parquet('{glob}') "
-        "group by all having count(*) > 1"
+        f"select global_step, table_fqn, key_id from read_parquet('{glob}') group by all having count(*) > 1"
     )
     assert repeated.fetchall() == []
     deletes = duckdb.sql(f"select key_id from read_parquet('{glob}') where op = 'delete'").fetchall()

@@ -82,7 +82,13 @@ class MortalRanks:
         """The next message of a rank."""
         if not self._pipes[rank].poll(60):
             raise AssertionError(f"rank {rank} is silent")
-        message = self._pipes[rank].recv()
+        try:
+            message = self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join()
+            raise AssertionError(
+                f"rank {rank} ended by itself, exit code {self._processes[rank].exitcode}"
+            ) from None
         assert message[0] != "failed", message[1]
         return message
 

@@ -43,6 +43,7 @@ class _RankFiles:
 class _Vote:
     """What a rank tells the others of a dump: its files, or why it has none."""
 
+    dump: DumpId
     files: _RankFiles | None
     error: str | None
 
@@ -78,6 +79,7 @@ class Committer:
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._unsaid: dict[str, TableDelta] = {}
         self._abandoned: Path | None = None
+        self._lost_rank = False
 
     def commit(self, cut: Cut) -> Manifest | None:
         """Writes and commits a dump together with the other ranks.
@@ -91,6 +93,10 @@ class Committer:
         """
         dump = DumpId(self._generation, cut.step)
         path = self._directory / dump.directory
+        if self._lost_rank:  # the last dump may be committed, so its files must stay as they are
+            if isinstance(cut.deltas, PieceStream):
+                cut.deltas.discard()
+            raise RuntimeError("another rank is gone since an earlier dump")
         files, error = None, cut.error
         if error is None:
             try:
@@ -100,7 +106,7 @@ class Committer:
         if isinstance(cut.deltas, PieceStream) and files is None:
             cut.deltas.discard()
         try:
-            manifest = self._agree(dump, path, cut, _Vote(files, _describe(error)))
+            manifest = self._agree(dump, path, cut, _Vote(dump, files, _describe(error)))
         except DeltaDumpError as refused:
             self._keep(cut)
             self._remove_own_files(path)
@@ -180,6 +186,12 @@ class Committer:
 
     def _agree(self, dump: DumpId, path: Path, cut: Cut, vote: _Vote) -> Manifest | None:
         votes = self._exchange(vote)
+        if any(v.dump != dump for v in votes):
+            steps = ", ".join(f"rank {rank}: {v.dump.step}" for rank, v in enumerate(votes))
+            raise DeltaDumpError(
+                f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
+                f"All ranks must dump the same step, but not the same step came from {steps}"
+            )
         failed = [f"rank {rank}: {v.error}" for rank, v in enumerate(votes) if v.files is None]
         if failed:
             raise DeltaDumpError(
@@ -196,7 +208,7 @@ class Committer:
                 error = caught
                 with contextlib.suppress(OSError):
                     (path / MANIFEST_NAME).unlink(missing_ok=True)
-        committed = self._exchange(_Vote(None, _describe(error)))[0]
+        committed = self._exchange(_Vote(dump, None, _describe(error)))[0]
         if committed.error is not None:
             raise DeltaDumpError(
                 f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
@@ -208,7 +220,13 @@ class Committer:
         if self._group is None or self._world_size == 1:
             return [vote]
         votes: list[Any] = [None] * self._world_size
-        dist.all_gather_object(votes, vote, group=self._group)
+        try:
+            dist.all_gather_object(votes, vote, group=self._group)
+        except RuntimeError as error:
+            self._lost_rank = True
+            raise RuntimeError(
+                f"another rank is gone, and nobody can tell whether this dump was committed: {error}"
+            ) from error
         return votes
 
     def _manifest(self, dump: DumpId, cut: Cut, files: list[_RankFiles]) -> Manifest:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import numbers
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -176,7 +178,7 @@ class DeltaDumper:
             DeltaDumpError: an earlier dump was not committed, here or on another rank.
         """
         self._check_open()
-        self._check_step(global_step, self._last_step)
+        global_step = self._checked_step(global_step, self._last_step)
         self._last_step = global_step
         result = self._dump(global_step, {}) if self._schedule.due(global_step) else None
         # Only now: all ranks take the same dumps, whenever each of them hears of an error.
@@ -200,9 +202,9 @@ class DeltaDumper:
             DeltaDumpError: an earlier dump was not committed, here or on another rank.
         """
         self._check_open()
-        self._check_step(global_step, self._last_dump)
+        global_step = self._checked_step(global_step, self._last_dump)
         if global_step != self._last_step:
-            self._check_step(global_step, self._last_step)
+            self._checked_step(global_step, self._last_step)
         self._last_step = global_step
         result = self._dump(global_step, _json_like(metadata or {}))
         self._writer.raise_errors()
@@ -219,6 +221,7 @@ class DeltaDumper:
         Raises:
             ValueError: the table is not dumped, or a row is not one of the table's.
         """
+        self._check_open()
         tracker = self._trackers.get(table)
         if tracker is None:
             raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._trackers)}")
@@ -226,6 +229,8 @@ class DeltaDumper:
         if rows is None:
             rows = torch.arange(shard.num_rows)
         else:
+            if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
+                raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
             rows = rows.flatten().long()
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < shard.num_embeddings:
                 raise ValueError(
@@ -338,12 +343,21 @@ class DeltaDumper:
     def _vector_bytes(self, diffs: dict[str, BindingDiff]) -> int:
         return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())
 
-    def _fits_in_memory(self, diffs: dict[str, BindingDiff]) -> bool:
+    def _chunks_needed(self, diffs: dict[str, BindingDiff]) -> int:
         # A chunk's end stays unused where a vector does not fit any more.
         usable = CHUNK_BYTES - 4 * max(tracker.table.dim for tracker in self._trackers.values())
-        return self._vector_bytes(diffs) <= usable * self._pool.max_chunks
+        return -(-self._vector_bytes(diffs) // usable)
+
+    def _fits_in_memory(self, diffs: dict[str, BindingDiff]) -> bool:
+        return self._chunks_needed(diffs) <= self._pool.max_chunks
 
     def _read_at_once(self, cut: Cut, diffs: dict[str, BindingDiff]) -> None:
+        if self._chunks_needed(diffs) > self._pool.max_chunks - self._pool.handed_out:
+            logger.warning(
+                "training waits: dumps not written yet take the memory that the dump of step %d needs "
+                "(max_pending_bytes), the dump directory is slower than the dump interval",
+                cut.step,
+            )
         cut.arena = Arena(self._pool)
         cut.deltas = [
             self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
@@ -394,14 +408,15 @@ class DeltaDumper:
             raise ValueError("this DeltaDumper is closed; construct a new one")
 
     @staticmethod
-    def _check_step(global_step: int, before: int | None) -> None:
-        if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
+    def _checked_step(global_step: int, before: int | None) -> int:
+        if not _is_integer(global_step) or global_step < 0:
             raise ValueError(f"global_step must be an integer >= 0, not {global_step!r}")
         if before is not None and global_step <= before:
             raise ValueError(
                 f"global_step must grow: got {global_step} after {before}. After a restart, construct a "
                 "new DeltaDumper on the same directory"
             )
+        return int(global_step)
 
 
 class _Listener:
@@ -427,20 +442,22 @@ def _check_arguments(
             "give exactly one of interval_steps and interval_seconds, "
             f"not {'neither' if interval_steps is None else 'both'}"
         )
-    for name, interval in (
-        ("interval_steps", interval_steps),
-        ("interval_seconds", interval_seconds),
+    if interval_steps is not None and not (_is_integer(interval_steps) and interval_steps > 0):
+        raise ValueError(f"interval_steps must be a positive integer, not {interval_steps!r}")
+    if interval_seconds is not None and not (
+        isinstance(interval_seconds, (int, float)) and 0 < interval_seconds < math.inf
     ):
-        if interval is not None and not interval > 0:
-            raise ValueError(f"{name} must be positive, not {interval}")
-    if interval_steps is not None and int(interval_steps) != interval_steps:
-        raise ValueError(f"interval_steps must be an integer, not {interval_steps}")
+        raise ValueError(f"interval_seconds must be a positive number, not {interval_seconds!r}")
     if isinstance(tables, str):
         raise ValueError(f"tables must be a sequence of patterns: tables=[{tables!r}]")
     if first_dump not in ("full", "delta"):
         raise ValueError(f"first_dump must be 'full' or 'delta', not {first_dump!r}")
     if max_pending < 1:
         raise ValueError(f"max_pending must be at least 1, not {max_pending}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _json_like(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,9 +104,7 @@ class DumpWriter:
             logger.warning("%s", error)
             return error
         except BaseException as error:
-            failure = DeltaDumpError(
-                f"the dump of step {cut.step} was not committed: {type(error).__name__}: {error}"
-            )
+            failure = DeltaDumpError(f"the dump of step {cut.step} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             logger.warning("%s", failure)
             return failure

@@ -1,0 +1,45 @@
+"""Host memory on its way to the writer is bounded and reused."""
+
+from __future__ import annotations
+
+import threading
+
+from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
+
+
+def test_an_arena_packs_matrices_into_chunks_and_gives_them_back() -> None:
+    pool = BufferPool(10 * CHUNK_BYTES, pin_memory=False)
+    arena = Arena(pool)
+    per_chunk = CHUNK_BYTES // (4 * 24)
+    first = arena.take(10, 24)
+    second = arena.take(per_chunk, 24)
+    third = arena.take(per_chunk, 24)
+    assert (first.shape, len(second)) == ((10, 24), per_chunk - 10)
+    assert len(third) == per_chunk, "a new chunk"
+    assert pool.handed_out == 2
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert float(first.sum()) == 240.0
+    arena.release()
+    assert pool.handed_out == 0
+    again = Arena(pool)
+    addresses = {again.take(per_chunk, 24).data_ptr() for _ in range(2)}
+    assert first.data_ptr() in addresses and third.data_ptr() in addresses
+
+
+def test_a_request_beyond_the_limit_waits_until_chunks_come_back() -> None:
+    pool = BufferPool(CHUNK_BYTES, pin_memory=False)
+    held = pool.acquire()
+    got = threading.Event()
+
+    def ask() -> None:
+        pool.acquire()
+        got.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert not got.is_set()
+    pool.release([held])
+    assert got.wait(30)
+    thread.join()
+    assert pool.handed_out == 1
