@@ -338,9 +338,9 @@ def _dump_faster_than_the_disk(directory: Path, limits: dict[str, int], dumps: i
 @pytest.mark.parametrize(
     ("limits", "fit", "reason"),
     [
-        ({"max_pending": 1}, 1, "max_pending=1,"),
-        ({"max_pending": 3}, 3, "max_pending=3,"),
-        ({"max_pending": 3, "max_pending_bytes": 1}, 1, "max_pending_bytes"),
+        ({"max_pending": 1}, 1, "(max_pending=1)"),
+        ({"max_pending": 3}, 3, "(max_pending=3)"),
+        ({"max_pending": 3, "max_pending_bytes": 1}, 1, "(max_pending_bytes)"),
     ],
 )
 def test_training_waits_for_a_disk_that_falls_behind_and_says_so(

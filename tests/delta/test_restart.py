@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.models import answers, build, keyed, loss_of, one_table
+from tests.support.schedules import shared_directory
 from tests.support.workers import run_on
-from torchrec_ext.delta import DeltaDumper, DeltaLog
+from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog
 
 IDS = [*range(-2, 60), 2**62, 2**63 - 1]
 
@@ -82,3 +83,27 @@ def _smaller_group() -> None:
 
 def test_a_group_that_is_not_the_table_s_is_refused() -> None:
     run_on(2, _smaller_group)
+
+
+def _two_trainers() -> None:
+    with shared_directory() as directory:
+        spec = one_table(policy="lru", eviction_interval=1)
+        first, second = build(spec), build(one_table(policy="lru", eviction_interval=1, seed=1))
+        with (
+            DeltaDumper(first, directory, interval_steps=10**9) as ours,
+            DeltaDumper(second, directory, interval_steps=10**9) as theirs,
+        ):
+            for model, ids in ((first, [1, 2]), (second, [3, 4])):
+                loss_of(model(keyed(["f0"], {"f0": [ids]}))).backward()
+            ours.dump(1)
+            ours.flush()
+            theirs.dump(1)
+            with pytest.raises(DeltaDumpError, match="another trainer writes to this directory"):
+                theirs.flush()
+            _compare(first, spec, directory)
+            theirs.__exit__(KeyboardInterrupt, None, None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_trainers_in_one_directory_do_not_overwrite_each_other(world_size: int) -> None:
+    run_on(world_size, _two_trainers)

@@ -78,6 +78,7 @@ class Committer:
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._unsaid: dict[str, TableDelta] = {}
+        self._own_files: list[Path] = []
         self._abandoned: Path | None = None
         self._lost_rank = False
 
@@ -97,6 +98,7 @@ class Committer:
             if isinstance(cut.deltas, PieceStream):
                 cut.deltas.discard()
             raise RuntimeError("another rank is gone since an earlier dump")
+        self._own_files = []
         files, error = None, cut.error
         if error is None:
             try:
@@ -109,7 +111,7 @@ class Committer:
             manifest = self._agree(dump, path, cut, _Vote(dump, files, _describe(error)))
         except DeltaDumpError as refused:
             self._keep(cut)
-            self._remove_own_files(path)
+            self._remove_own_files()
             self._abandoned = path
             if error is not None:
                 raise refused from error
@@ -140,11 +142,13 @@ class Committer:
                 deletes += len(delta.delete_keys)
                 for batch in self._batches(cut.step, delta):
                     file.write(batch)
+        self._own_files.append(path / name)
         part = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
         name = fmt.fallback_name(self._rank, self._world_size)
         with fmt.ParquetFileWriter(path / name, fmt.FALLBACK_SCHEMA) as file:
             for answers in cut.answers:
                 file.write(_fallback_batch(answers))
+        self._own_files.append(path / name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
         fmt.sync_directory(path)
         return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
@@ -206,8 +210,9 @@ class Committer:
                 fmt.write_atomically(path / MANIFEST_NAME, manifest.to_json())
             except Exception as caught:
                 error = caught
-                with contextlib.suppress(OSError):
-                    (path / MANIFEST_NAME).unlink(missing_ok=True)
+                if not isinstance(caught, FileExistsError):
+                    with contextlib.suppress(OSError):
+                        (path / MANIFEST_NAME).unlink(missing_ok=True)
         committed = self._exchange(_Vote(dump, None, _describe(error)))[0]
         if committed.error is not None:
             raise DeltaDumpError(
@@ -253,13 +258,11 @@ class Committer:
             unsaid = self._unsaid.get(delta.fqn)
             self._unsaid[delta.fqn] = unsaid.without(delta.keys).plus(owned) if unsaid else owned
 
-    def _remove_own_files(self, path: Path) -> None:
-        for name in (
-            fmt.part_name(self._rank, self._world_size),
-            fmt.fallback_name(self._rank, self._world_size),
-        ):
+    def _remove_own_files(self) -> None:
+        # Its own only: where two trainers share a directory by mistake, the other's stay.
+        for file in self._own_files:
             with contextlib.suppress(OSError):
-                (path / name).unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
     def _remove_abandoned_directory(self) -> None:
         # Not before this rank does something else: a rank ahead of it may try the same dump again.

@@ -7,6 +7,7 @@ module and ``manifest`` knows the format.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zlib
@@ -113,13 +114,18 @@ def part_batch(
 class ParquetFileWriter:
     """Writes one Parquet file of a dump, counting its bytes and their CRC-32 on the way.
 
-    The file is complete and on the disk (fsync) when the ``with`` block was left without an
-    exception.
+    The file has a hidden name until the ``with`` block is left without an exception: then it is
+    whole and on the disk (fsync). So a reader that globs ``part_*.parquet`` meets whole files only.
+
+    Raises:
+        FileExistsError: the file is there already, or another process is writing it.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.rows = 0
-        self._file = _ChecksummedFile(path)
+        self._path = path
+        self._hidden = hidden(path)
+        self._file = _ChecksummedFile(self._hidden)
         named = set(schema.names)
         try:
             self._writer = pq.ParquetWriter(
@@ -133,7 +139,7 @@ class ParquetFileWriter:
                 store_schema=False,
             )
         except BaseException:
-            self._file.close()
+            self._discard()
             raise
 
     @property
@@ -160,22 +166,31 @@ class ParquetFileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if kind is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+            self._discard()
+            return
         try:
             self._writer.close()
-            if kind is None:
-                self._file.sync()
-        except BaseException:
-            if kind is None:
-                raise
-        finally:
+            self._file.sync()
             self._file.close()
+            rename_hidden(self._path)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._hidden.unlink(missing_ok=True)
 
 
 class _ChecksummedFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self.nbytes = 0
         self.crc32 = 0
-        self._raw: BinaryIO = path.open("wb", buffering=0)
+        self._raw: BinaryIO = path.open("xb", buffering=0)
 
     def writable(self) -> bool:
         return True
@@ -209,17 +224,36 @@ def file_crc32(path: Path) -> int:
     return crc
 
 
+def hidden(path: Path) -> Path:
+    """The name a file has while it is written."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def rename_hidden(path: Path) -> None:
+    """Gives a file that was written under its hidden name its own.
+
+    Raises:
+        FileExistsError: there is such a file already; it is left as it is.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} is there already: another trainer writes to this directory")
+    os.rename(hidden(path), path)
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small file so that it is there whole or not at all, also after a power failure."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Writes a small new file so that it is there whole or not at all, also after a power failure.
+
+    Raises:
+        FileExistsError: there is such a file already; it is left as it is.
+    """
     try:
-        with temporary.open("wb") as file:
+        with hidden(path).open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename_hidden(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        hidden(path).unlink(missing_ok=True)
         raise
     for directory in (path.parent, path.parent.parent):
         sync_directory(directory)
