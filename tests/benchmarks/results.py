@@ -72,7 +72,7 @@ class Result:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON-like values, every sample included."""
+        """The result as JSON-like values."""
         return {
             "title": self.title,
             "settings": self.settings,
@@ -82,7 +82,7 @@ class Result:
                     "name": one.name,
                     "unit": one.unit,
                     **dict(zip(("lower_quartile", "median", "upper_quartile"), one.quartiles, strict=True)),
-                    "samples": one.samples,
+                    "samples": len(one.samples),
                 }
                 for one in self.measurements
             ],

@@ -336,6 +336,19 @@ def test_manifest_with_a_field_of_another_type_never_ends_in_another_error(
         assert SECOND in str(error)
 
 
+def test_manifest_with_fields_of_a_later_version_of_the_package_is_read(
+    directory: Path, answered: Answers
+) -> None:
+    def add(manifest: dict[str, Any]) -> None:
+        for place in (manifest, manifest["dump"], manifest["parts"][0], manifest["tables"]["mc.t0"]):
+            place["of_a_later_version"] = {"x": 1}
+
+    edit_manifest(directory / SECOND, add)
+    log = DeltaLog(directory)
+    assert log.dumps()[1].dump == DumpId(generation=0, step=20)
+    assert np.array_equal(log.replay()["mc.t0"].lookup(IDS), answered[40]["mc.t0"])
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"{}", b"\x00" * 100])
 def test_file_that_is_no_manifest_is_an_error_that_names_the_dump(directory: Path, data: bytes) -> None:
     (directory / SECOND / "manifest.json").write_bytes(data)

@@ -40,6 +40,9 @@ def test_shards_are_those_of_fbgemm(ids: list[int], hash_size: int, num_shards: 
     shards = routing.shard_of(np.array(ids, np.int64)).tolist()
     assert shards == _fbgemm_shards(ids, routing.block_size, num_shards)
     assert all(0 <= shard < num_shards for shard in shards)
+    for shard in range(num_shards):
+        inside = routing.in_block(np.array(ids, np.int64), shard)
+        assert all(shards[i] == shard for i in np.flatnonzero(inside))
 
 
 def test_small_ids_of_the_default_hash_size_all_live_on_the_first_shard() -> None:

@@ -246,8 +246,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: there is such a file already; it is left as it is.
     """
+    opened = hidden(path).open("xb")  # if it is there already, it is not ours to remove below
     try:
-        with hidden(path).open("xb") as file:
+        with opened as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

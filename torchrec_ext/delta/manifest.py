@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchrec_ext.delta.format import FORMAT_VERSION, fallback_name, part_name
 from torchrec_ext.errors import DeltaLogError
 from torchrec_ext.zch.routing import ShardRouting
-
-T = TypeVar("T")
 
 MANIFEST_NAME = "manifest.json"
 RecordT = TypeVar("RecordT")
@@ -241,16 +238,15 @@ _JSON_TYPES: dict[Any, Any] = {"int": int, "float": (int, float), "str": str}
 
 
 def _record(kind: type[RecordT], raw: dict[str, Any]) -> RecordT:
-    """A dataclass from its JSON; a value of another type than its field's is a ``TypeError``."""
-    record = kind(**raw)
-    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
+    """A dataclass from the fields it knows: a later writer of this format may add some.
+
+    Raises:
+        TypeError: a field is missing, or its value is of another type.
+    """
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    record = kind(**{field_.name: raw[field_.name] for field_ in fields if field_.name in raw})
+    for field_ in fields:
         value = getattr(record, field_.name)
         if not isinstance(value, _JSON_TYPES.get(field_.type, object)):
             raise TypeError(f"{field_.name} is {value!r}, not {field_.type}")
     return record
-
-
-def _known(cls: type[T], raw: Mapping[str, Any]) -> T:
-    """Builds a dataclass from the fields it knows: a later writer of this format may add some."""
-    names = {known.name for known in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in raw.items() if name in names})

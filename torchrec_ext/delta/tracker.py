@@ -63,11 +63,10 @@ class ZchTracker:
         self._binding = binding
         self._orphans = orphans
         device = binding.raw_ids.device
-        # Flags are scanned eight at a time, as int64.
-        padded = -(-table.num_rows // 8) * 8
-        self._touched = torch.zeros(padded, dtype=torch.uint8, device=device)
+        self._touched = torch.full((table.num_rows,), publish_all, dtype=torch.bool, device=device)
+        sentinel_shard = table.routing.shard_of(np.array([NO_ID]))[0]
+        self._answers_sentinel = sentinel_shard == table.shard
         if publish_all:
-            self._touched[: table.num_rows] = 1
             self._published = torch.full_like(binding.raw_ids, NO_ID)
         else:
             owners = self._owners(binding.raw_ids.cpu().numpy())
@@ -80,7 +79,7 @@ class ZchTracker:
 
     def touch(self, rows: torch.Tensor) -> None:
         """Flags local rows, int64 on the table's device."""
-        self._touched.index_fill_(0, rows, 1)
+        self._touched.index_fill_(0, rows, True)
 
     def compare(self) -> BindingDiff:
         """The difference to the last dump that was taken as published.
@@ -89,22 +88,23 @@ class ZchTracker:
             CorruptTableError: the collision map does not name each row of the shard exactly once.
         """
         self._binding.check(self.table.fqn, self.table.shard)
-        words = self._touched.view(torch.int64).nonzero().flatten()
-        word, byte = self._touched.view(-1, 8)[words].nonzero(as_tuple=True)
-        rows = words[word] * 8 + byte
-        owners = self._owners(self._binding.raw_ids[rows].cpu().numpy())
-        published = self._published[rows].cpu().numpy()
-        owned = owners != NO_ID
-        left = published[(published != NO_ID) & (published != owners)]
-        left = np.concatenate([left, self._orphans]) if len(self._orphans) else left
-        # An id that left its row may own another one, which was flagged when it was given to it.
-        still_here = self._binding.holds(torch.from_numpy(left).to(rows.device)).cpu().numpy()
+        rows = _flagged(self._touched)
+        owners = self._owners(self._binding.raw_ids.index_select(0, rows).cpu().numpy())
+        published = self._published.index_select(0, rows).cpu().numpy()
+        owned = np.flatnonzero(owners != NO_ID)
+        left = published[(published != owners) & (published != NO_ID)]
+        if len(self._orphans):
+            left = np.concatenate([left, self._orphans])
+        if len(left):
+            # An id that left its row may own another one, which was flagged when it was given it.
+            still_here = self._binding.holds(torch.from_numpy(left).to(rows.device))
+            left = left[~still_here.cpu().numpy()]
         return BindingDiff(
             rows=rows,
             owners=owners,
-            upsert_rows=rows if owned.all() else rows[torch.from_numpy(owned).to(rows.device)],
-            upsert_keys=owners[owned],
-            delete_keys=left[~still_here],
+            upsert_rows=rows.index_select(0, torch.from_numpy(owned).to(rows.device)),
+            upsert_keys=owners.take(owned),
+            delete_keys=left,
         )
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class ZchTracker:
         """
         exceptions: tuple[int, ...] = ()
         rows = [self.table.fallback_row]
-        if self.table.routing.shard_of(np.array([NO_ID]))[0] == self.table.shard:
+        if self._answers_sentinel:
             exceptions = (NO_ID,)
             rows.append(self._binding.sentinel_row())
         vectors = self.table.weight()[rows].float().cpu()
@@ -163,13 +163,18 @@ class ZchTracker:
         """Takes a difference as published."""
         owners = torch.from_numpy(diff.owners).to(self._published.device)
         self._published.index_copy_(0, diff.rows, owners)
-        self._touched.index_fill_(0, diff.rows, 0)
+        self._touched.index_fill_(0, diff.rows, False)
         self._orphans = NO_KEYS
 
     def _owners(self, raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """``raw_ids`` with ``NO_ID`` in place of ids that route to another shard: nobody can ask here."""
-        here = self.table.routing.shard_of(raw_ids) == self.table.shard
-        return raw_ids if here.all() else np.where(here, raw_ids, NO_ID)
+        routing, shard = self.table.routing, self.table.shard
+        # Nearly all ids are in the shard's own block, which is cheap to tell.
+        others = np.flatnonzero(~routing.in_block(raw_ids, shard))
+        elsewhere = others[routing.shard_of(raw_ids[others]) != shard]
+        owners = raw_ids.copy()
+        owners[elsewhere] = NO_ID
+        return owners
 
     def _check_finite(self, matrix: torch.Tensor, keys: NDArray[np.int64]) -> None:
         # One pass without a temporary; a sum that overflows is looked at again.
@@ -182,3 +187,10 @@ class ZchTracker:
                 f"vectors are not finite: ids {', '.join(map(str, keys[bad[:3]]))}"
                 f"{', ...' if len(bad) > 3 else ''}"
             )
+
+
+def _flagged(flags: torch.Tensor) -> torch.Tensor:
+    """Where a bool tensor is set, int64. NumPy skips runs of zeros, which torch does not on CPU."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().flatten()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
+import os
+import sys
 import threading
 
 from torchrec_ext.delta.commit import Committer
@@ -59,10 +62,10 @@ class DumpWriter:
 
     def raise_errors(self) -> None:
         """Raises what went wrong since the last call."""
+        if not self._errors:  # in every step: without the lock
+            return
         with self._changed:
             errors, self._errors = self._errors, []
-        if not errors:
-            return
         if len(errors) > 1:
             raise DeltaDumpError(f"{len(errors)} dumps failed, the last one: {errors[-1]}") from errors[0]
         raise errors[0]
@@ -79,6 +82,7 @@ class DumpWriter:
             self._thread.join()
 
     def _run(self) -> None:
+        _yield_to_training()
         while (cut := self._next()) is not None:
             error = self._commit(cut)
             with self._changed:
@@ -111,6 +115,13 @@ class DumpWriter:
         if manifest is not None:
             _log(manifest)
         return None
+
+
+def _yield_to_training() -> None:
+    # Linux has a niceness per thread: encoding must not take a core from the training threads.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _log(manifest: Manifest) -> None:

@@ -31,7 +31,7 @@ class RowBinding:
         sorted_ids, _ = internals.slots(mcm)
         self.num_rows = sorted_ids.numel()
         # One place more than there are rows: where slots that name a row outside the shard write to.
-        self._raw_ids = torch.full_like(sorted_ids, NO_ID).new_full((self.num_rows + 1,), NO_ID)
+        self._raw_ids = sorted_ids.new_full((self.num_rows + 1,), NO_ID)
         self.raw_ids = self._raw_ids[:-1]
         self.refresh()
 
@@ -40,7 +40,7 @@ class RowBinding:
         sorted_ids, rows = internals.slots(self._mcm)
         local = rows - self._first_row
         local.masked_fill_((local < 0) | (local >= self.num_rows), self.num_rows)
-        self._raw_ids.fill_(NO_ID).index_copy_(0, local, sorted_ids)
+        self._raw_ids.index_copy_(0, local, sorted_ids)
         named = torch.zeros(self.num_rows + 1, dtype=torch.bool, device=rows.device)
         named.index_fill_(0, local, True)
         # As many slots as rows: every row is named if and only if none is named twice or outside.

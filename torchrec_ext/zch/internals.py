@@ -27,10 +27,14 @@ def _private(owner: object, name: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        raise TorchRecVersionError(
-            f"{type(owner).__name__} of torchrec {torchrec.__version__} has no {name!r}; "
-            f"torchrec_ext was checked against torchrec {_CHECKED}"
-        ) from error
+        raise _unknown(owner, repr(name)) from error
+
+
+def _unknown(owner: object, what: str) -> TorchRecVersionError:
+    return TorchRecVersionError(
+        f"{type(owner).__name__} of torchrec {torchrec.__version__} has no {what}; "
+        f"torchrec_ext was checked against torchrec {_CHECKED}"
+    )
 
 
 def collision_modules(
@@ -117,7 +121,12 @@ def slots(mcm: MCHManagedCollisionModule) -> tuple[torch.Tensor, torch.Tensor]:
         The sorted raw ids, int64 ``[n]`` (empty slots hold int64 max), and each slot's global row,
         int64 ``[n]``.
     """
-    return _private(mcm, "_mch_sorted_raw_ids"), _private(mcm, "_mch_remapped_ids_mapping")
+    # Straight from the buffers: this is read in every step.
+    buffers = mcm._buffers
+    try:
+        return buffers["_mch_sorted_raw_ids"], buffers["_mch_remapped_ids_mapping"]
+    except KeyError as error:
+        raise _unknown(mcm, str(error)) from error
 
 
 def first_row(mcm: MCHManagedCollisionModule) -> int:

@@ -48,3 +48,16 @@ class ShardRouting:
             block = unsigned // np.uint64(self.block_size)
             shards = np.where(block < self.num_shards, block, shards)
         return shards.astype(np.int64)
+
+    def in_block(self, ids: NDArray[np.int64], shard: int) -> NDArray[np.bool_]:
+        """Whether each id lies in the shard's own block; ids that do not may still route to it.
+
+        Args:
+            ids: int64 ``[n]``.
+            shard: the shard.
+
+        Returns:
+            bool ``[n]``, at a fraction of the cost of ``shard_of``.
+        """
+        offsets = (ids - np.int64(self.block_size * shard)).view(np.uint64)
+        return offsets < np.uint64(self.block_size)

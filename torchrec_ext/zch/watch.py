@@ -103,8 +103,8 @@ class ZchWatch:
         for (tables, num_features), features, rows, output in lookups:
             if output.requires_grad:
                 # Lengths of the features before the remap: TorchRec has them on the host already.
-                per_table = _sum_runs(features.length_per_key(), num_features)
-                output.register_hook(partial(self._gradient_arrived, tables, rows.split(per_table)))
+                runs = _split(rows, features.length_per_key(), num_features)
+                output.register_hook(partial(self._gradient_arrived, tables, runs))
         return outputs
 
     def _gradient_arrived(
@@ -119,9 +119,13 @@ class ZchWatch:
             listener.rows_touched(table, rows)
 
 
-def _sum_runs(values: Sequence[int], run_lengths: Sequence[int]) -> list[int]:
-    sums, start = [], 0
-    for length in run_lengths:
-        sums.append(sum(values[start : start + length]))
-        start += length
-    return sums
+def _split(
+    rows: torch.Tensor, lengths: Sequence[int], features_per_table: Sequence[int]
+) -> list[torch.Tensor]:
+    """Cuts the rows of all features, one after another, into those of each table."""
+    tables, feature, start = [], 0, 0
+    for num_features in features_per_table:
+        stop = start + sum(lengths[feature : feature + num_features])
+        tables.append(rows[start:stop])
+        feature, start = feature + num_features, stop
+    return tables
