@@ -85,7 +85,7 @@ def _kill_in_a_later_dump(ranks: MortalRanks, victim: int, moment: float) -> flo
         assert step == 1
         assert ranks.hear(rank) == ("faithful",)
         assert ranks.hear(rank) == ("dumping", 2)
-    time.sleep(moment * seconds)  # as above
+    time.sleep(moment * min(seconds, 0.5))  # as above
     ranks.kill(victim)
     for survivor in set(range(ranks.world_size)) - {victim}:
         while (message := ranks.hear(survivor))[0] != "error":

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.faults import MortalRanks
 from tests.support.training import IDS, TABLES, write_log
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaLog, DeltaLogError, DumpId
@@ -424,6 +425,27 @@ def test_file_in_place_of_a_dump_is_an_error_that_names_it(directory: Path) -> N
     (directory / "step_000000000050.g0000").write_text("not a directory")
     with pytest.raises(DeltaLogError, match=r"^step_000000000050\.g0000"):
         DeltaLog(directory).dumps()
+
+
+def _dump_all_the_time(tell: Callable[..., None], directory: Path, dumps: int) -> None:
+    write_log(directory, range(1, dumps + 1))
+    tell("done")
+
+
+def test_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    directory, dumps = tmp_path / "deltas", 60
+    seen = [0]
+    directory.mkdir()
+    with MortalRanks(2, tmp_path / "meet", _dump_all_the_time, directory, dumps) as ranks:
+        while seen[-1] < dumps:
+            log = DeltaLog(directory)
+            found = log.dumps()
+            assert seen[-1] <= len(found)
+            if found:
+                assert len(log.read(found[-1].step)) == found[-1].rows
+            seen.append(len(found))
+        assert ranks.hear(0) == ("done",)
+    assert len(set(seen)) > 10
 
 
 WITHOUT_TORCH = """

@@ -80,7 +80,7 @@ class MortalRanks:
 
     def hear(self, rank: int) -> tuple[Any, ...]:
         """The next message of a rank."""
-        if not self._pipes[rank].poll(60):
+        if not self._pipes[rank].poll(120):
             raise AssertionError(f"rank {rank} is silent")
         try:
             message = self._pipes[rank].recv()
