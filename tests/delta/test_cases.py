@@ -193,6 +193,22 @@ def _one_feature_on_two_tables() -> None:
             session.check()
 
 
+def _id_on_a_shard_that_it_does_not_route_to() -> None:
+    """As a checkpoint leaves it that was loaded at another world size."""
+    with Session(one_table(rows=4 * dist.get_world_size(), eviction_interval=1)) as session:
+        session.train(_rows_of([1, 2]))
+        session.check()
+        if dist.get_rank() == 1:
+            mcm = session.collision_module()
+            state = {name: tensor.clone() for name, tensor in mcm.state_dict().items()}
+            state["_mch_sorted_raw_ids"][0] = 7  # routes to rank 0
+            mcm.load_state_dict(state)
+            assert 7 in session.map_of()
+        session.train(_rows_of([2]))
+        rows = session.check()
+        assert ("upsert", 7) not in rows["mc.t0"]
+
+
 @ranks
 @pytest.mark.parametrize(
     "case",
@@ -213,6 +229,10 @@ def _one_feature_on_two_tables() -> None:
 )
 def test_case(case: Any, world_size: int) -> None:
     run_on(world_size, case)
+
+
+def test_id_on_a_shard_that_it_does_not_route_to_answers_nobody() -> None:
+    run_on(2, _id_on_a_shard_that_it_does_not_route_to)
 
 
 def test_id_that_returns_to_another_row_is_not_deleted() -> None:

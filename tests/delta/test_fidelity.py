@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
-from tests.support.schedules import Schedule, run_schedule, schedules
+from tests.support.schedules import Schedule, churn, run_schedule, schedules
 from tests.support.workers import run_on
 
 MUST_SEE = (
@@ -31,6 +31,7 @@ def test_replay_answers_what_the_model_answers(world_size: int, examples: int) -
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(schedules())
+    @example(churn(world_size))
     def every_schedule(schedule: Schedule) -> None:
         for counts in run_on(world_size, run_schedule, schedule):
             seen.update(counts)

@@ -19,6 +19,7 @@ from tests.support.training import IDS, TABLES, write_log
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaLog, DeltaLogError, DumpId
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.manifest import sealed
 
 STEPS = (10, 20, 30, 40)
 SECOND = "step_000000000020.g0000"
@@ -262,7 +263,23 @@ def test_log_may_itself_lie_behind_a_symbolic_link(directory: Path, tmp_path: Pa
 def edit_manifest(dump: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = json.loads((dump / "manifest.json").read_bytes())
     change(manifest)
-    (dump / "manifest.json").write_text(json.dumps(manifest))
+    (dump / "manifest.json").write_bytes(sealed(manifest))
+
+
+def test_flipped_bit_of_a_manifest_is_an_error_or_changes_nothing(directory: Path) -> None:
+    path = directory / SECOND / "manifest.json"
+    whole, manifests = path.read_bytes(), DeltaLog(directory).dumps()
+    detected = 0
+    for position in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        try:
+            assert DeltaLog(directory).dumps() == manifests, position
+        except DeltaLogError as error:
+            assert SECOND in str(error)
+            detected += 1
+    assert detected > len(whole) // 6, "only white space can be changed unnoticed"
 
 
 @pytest.mark.parametrize("name", ["../x.parquet", "/etc/passwd", "part_00001_of_00003.parquet", ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def test_every_seconds_keeps_its_interval_to_within_two_steps(step_seconds: floa
         if schedule.due(number):
             due.append(clock.now)
     assert len(due) > 5
-    waits = [b - a for a, b in zip(due, due[1:], strict=False)]
+    waits = [b - a for a, b in itertools.pairwise(due)]
     assert all(wait <= interval + 2 * step_seconds for wait in waits)
     assert all(wait >= interval - 2 * step_seconds for wait in waits)
 

@@ -104,6 +104,13 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
+def churn(world_size: int) -> Schedule:
+    """Few rows that many ids fight for: each event that must be seen happens in it."""
+    table = Table("t0", ("f0",), rows=3 * world_size, hash_size=64, policy="lru", eviction_interval=1)
+    steps = (Step("train", dump=number % 6 == 5, seed=number) for number in range(60))
+    return Schedule(Spec({"mc": (table,)}), tuple(steps), vocabulary=40, strange=0.0)
+
+
 def run_schedule(schedule: Schedule) -> Counter[str]:
     """Runs a schedule on this rank, comparing log and model after each dump.
 

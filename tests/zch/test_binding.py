@@ -79,6 +79,15 @@ def test_a_row_named_twice_is_named() -> None:
         binding.check("a.t", 0)
 
 
+def test_an_id_in_two_slots_is_named() -> None:
+    mcm = _module(6, {10: 0, 11: 1})
+    binding = RowBinding(mcm)
+    mcm._mch_sorted_raw_ids[1] = 10
+    binding.catch_up()
+    with pytest.raises(CorruptTableError, match=r"1 slots repeat an id.*slot 1 \(id 10\) -> row 101"):
+        binding.check("a.t", 0)
+
+
 def test_a_map_that_did_not_change_costs_no_pass() -> None:
     mcm = _module(6, {10: 0})
     binding = RowBinding(mcm)

@@ -25,6 +25,7 @@ from torchrec_ext.delta.manifest import (
     RankStats,
     TableInfo,
 )
+from torchrec_ext.delta.ranks import leave
 from torchrec_ext.errors import DeltaDumpError
 
 logger = logging.getLogger(__name__)
@@ -125,10 +126,7 @@ class Committer:
         """Leaves the group, so that ranks which wait for this one fail instead."""
         self._remove_abandoned_directory()
         group, self._group = self._group, None
-        if group is not None:
-            # The user may have torn down all groups already.
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+        leave(group)
 
     def _write(self, path: Path, cut: Cut) -> _RankFiles:
         if self._abandoned != path:

@@ -19,20 +19,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream
-from torchrec_ext.delta.opening import (
-    describe,
-    held_keys,
-    on_every_rank,
-    prepare_directory,
-    private_group,
-    read_log,
-    select_tables,
-)
+from torchrec_ext.delta.opening import describe, open_log, select_tables
+from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.schedule import EverySeconds, EverySteps, Schedule
 from torchrec_ext.delta.tracker import BindingDiff, ZchTracker
 from torchrec_ext.delta.writer import DumpWriter
@@ -123,10 +115,11 @@ class DeltaDumper:
         found = select_tables(find_zch_tables(model), tables, model)
         directory = Path(output_dir)
         group = private_group(process_group, found)
-        rank = dist.get_rank(group) if group is not None else 0
-        on_every_rank(group, lambda: prepare_directory(directory, rank))
-        log = on_every_rank(group, lambda: read_log(directory, found))
-        held = on_every_rank(group, lambda: held_keys(directory, log, found))
+        try:
+            log, held = open_log(directory, group, found)
+        except BaseException:
+            leave(group)
+            raise
 
         self._generation = log[-1].generation + 1 if log else 0
         self._last_step: int | None = None
@@ -136,9 +129,8 @@ class DeltaDumper:
         if interval_steps is not None:
             self._schedule = EverySteps(interval_steps)
         elif interval_seconds is not None:
-            store = None
-            if group is not None:
-                store = PrefixStore("torchrec_ext.delta", group.get_group_store())
+            store = group.get_group_store() if group is not None else None
+            rank = dist.get_rank(group) if group is not None else 0
             self._schedule = EverySeconds(interval_seconds, rank, store)
         self._pool = BufferPool(
             max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
@@ -152,6 +144,9 @@ class DeltaDumper:
         committer = Committer(directory, infos, self._generation, previous, group)
         # From here on the group is the writer's alone.
         self._writer = DumpWriter(committer, max_pending)
+        if log and first_dump == "delta":
+            logger.info("%s holds a log already: the first dump holds every row", directory)
+        logger.info("dumping %s to %s, generation %d", ", ".join(infos), directory, self._generation)
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -165,7 +166,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest as it stands on disk."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True).encode() + b"\n"
+        return sealed(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes, directory: str) -> Manifest:
@@ -189,6 +190,8 @@ class Manifest:
                 f"{directory}: format version {version!r}; this torchrec_ext reads version "
                 f"{FORMAT_VERSION}, use the one that wrote it or a newer one"
             )
+        if raw.pop("crc32", None) != _crc32(raw):
+            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is damaged: its checksum is not its own")
         try:
             manifest = cls(
                 dump=_record(DumpId, raw["dump"]),
@@ -232,6 +235,17 @@ class Manifest:
                     f"{directory}: {MANIFEST_NAME} {fault}; a dump of {self.world_size} ranks has "
                     f"{name_of(0, self.world_size)} to {name_of(self.world_size - 1, self.world_size)}"
                 )
+
+
+def sealed(fields: dict[str, Any]) -> bytes:
+    """The bytes of a manifest: its fields as JSON, with ``crc32``, the CRC-32 of all others, added."""
+    fields = {name: value for name, value in fields.items() if name != "crc32"}
+    return json.dumps({**fields, "crc32": _crc32(fields)}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _crc32(fields: dict[str, Any]) -> int:
+    # Of JSON in one form, so that white space does not matter.
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 _JSON_TYPES: dict[Any, Any] = {"int": int, "float": (int, float), "str": str}

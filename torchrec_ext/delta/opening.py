@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -16,13 +15,12 @@ from torch import nn
 
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest, TableInfo
+from torchrec_ext.delta.ranks import on_every_rank
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
 from torchrec_ext.zch import ZchTable
 from torchrec_ext.zch.discovery import has_unsharded_zch
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def select_tables(found: list[ZchTable], patterns: Sequence[str] | None, model: nn.Module) -> list[ZchTable]:
@@ -78,46 +76,23 @@ def describe(table: ZchTable) -> TableInfo:
     )
 
 
-def private_group(
-    process_group: dist.ProcessGroup | None, tables: list[ZchTable]
-) -> dist.ProcessGroup | None:
-    """A new gloo group of the same ranks, for the writer's thread alone; None in a single process.
+def open_log(
+    directory: Path, group: dist.ProcessGroup | None, tables: list[ZchTable]
+) -> tuple[list[Manifest], dict[str, NDArray[np.int64]]]:
+    """Makes the directory ready for a new run, on all ranks together.
+
+    Returns:
+        The dumps that are there already, and of each table the keys that a consumer of them holds,
+        of those that route to this rank.
 
     Raises:
-        ValueError: a table is sharded over other ranks.
+        ValueError: the directory holds something else, or is not shared by all ranks.
+        DeltaLogError: it holds a broken log, or one of other tables.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    for table in tables:
-        if table.routing.num_shards != len(ranks):
-            raise ValueError(
-                f"{table.fqn} is sharded over {table.routing.num_shards} ranks, but process_group "
-                f"has {len(ranks)}; pass the group that the table is sharded over"
-            )
-    return dist.new_group(ranks, backend="gloo")
-
-
-def on_every_rank(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
-    """Does something on every rank; if it fails on one, it raises on all of them."""
-    result: list[T] = []
-    error: Exception | None = None
-    try:
-        result.append(work())
-    except Exception as caught:
-        error = caught
-    failures: list[tuple[type[Exception], str] | None] = []
-    if group is not None:
-        failures = [None] * dist.get_world_size(group)
-        failure = None if error is None else (type(error), str(error))
-        dist.all_gather_object(failures, failure, group=group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(failures):
-        if other is not None:
-            kind, text = other
-            raise kind(f"rank {rank}: {text}")
-    return result[0]
+    rank = dist.get_rank(group) if group is not None else 0
+    on_every_rank(group, lambda: prepare_directory(directory, rank))
+    log = on_every_rank(group, lambda: read_log(directory, tables))
+    return log, on_every_rank(group, lambda: held_keys(directory, log, tables))
 
 
 def prepare_directory(directory: Path, rank: int) -> None:

@@ -90,11 +90,11 @@ class EverySeconds:
         self._next_call = self._calls + max(1, int(calls_left / 2))
 
     def _share(self, store: Store) -> None:
-        key = str(self._decisions)
+        key = f"torchrec_ext/decision/{self._decisions}"
         if self._rank == 0:
             store.set(key, f"{self._next_call} {int(self._dump_then)}")
             if self._decisions >= self._KEEP_DECISIONS:
-                store.delete_key(str(self._decisions - self._KEEP_DECISIONS))
+                store.delete_key(f"torchrec_ext/decision/{self._decisions - self._KEEP_DECISIONS}")
         else:
             call, dump = store.get(key).decode().split()
             self._next_call, self._dump_then = int(call), dump == "1"

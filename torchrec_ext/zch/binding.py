@@ -44,7 +44,8 @@ class RowBinding:
         named = torch.zeros(self.num_rows + 1, dtype=torch.bool, device=rows.device)
         named.index_fill_(0, local, True)
         # As many slots as rows: every row is named if and only if none is named twice or outside.
-        self._intact = named[:-1].all()
+        ordered = (sorted_ids[1:] > sorted_ids[:-1]) | (sorted_ids[1:] == NO_ID)
+        self._intact = named[:-1].all() & ordered.all()
         self._seen = self._map_version()
 
     def catch_up(self) -> torch.Tensor | None:
@@ -60,7 +61,7 @@ class RowBinding:
         return (before != self.raw_ids).nonzero().flatten()
 
     def check(self, table_fqn: str, rank: int) -> None:
-        """Raises ``CorruptTableError`` unless the map names each row of the shard exactly once."""
+        """Raises ``CorruptTableError`` unless the map names each row of the shard, and each id, once."""
         if bool(self._intact):
             return
         sorted_ids, rows = (tensor.cpu() for tensor in internals.slots(self._mcm))
@@ -78,6 +79,12 @@ class RowBinding:
             faults.append(
                 f"{int((counts > 1).sum())} rows are named by more than one slot: "
                 f"{_examples(twice, sorted_ids, rows)}"
+            )
+        repeated = ((sorted_ids[1:] <= sorted_ids[:-1]) & (sorted_ids[1:] != NO_ID)).nonzero().flatten()
+        if repeated.numel():
+            faults.append(
+                f"{repeated.numel()} slots repeat an id or are out of order: "
+                f"{_examples(repeated + 1, sorted_ids, rows)}"
             )
         raise CorruptTableError(f"{table_fqn} on rank {rank}: {'; '.join(faults)}")
 
