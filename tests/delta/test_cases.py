@@ -21,6 +21,7 @@ from tests.support.session import Session
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 from torchrec_ext.errors import UnsupportedTableError
+from torchrec_ext.zch import find_zch_tables
 
 ranks = pytest.mark.parametrize("world_size", [1, 2])
 
@@ -521,3 +522,156 @@ def _by_the_clock() -> None:
 @ranks
 def test_dumps_by_the_clock_happen_at_the_same_step_on_every_rank(world_size: int) -> None:
     run_on(world_size, _by_the_clock)
+
+
+def _mean_pooling() -> None:
+    spec = Spec(
+        {
+            "mc": (
+                Table("t0", ("f0",), policy="lru", eviction_interval=1, pooling="MEAN"),
+                Table("t1", ("f1",), dim=4, policy="lru", eviction_interval=1),
+            )
+        }
+    )
+    with Session(spec) as session:
+        for start in range(0, 12, 2):
+            ids = _rows_of([start, start + 1])
+            session.train({"f0": [ids, ids[:1]], "f1": [ids, []]})
+            session.check()
+
+
+@ranks
+def test_mean_pooling_answers_what_torchrec_makes_of_a_bag_of_one(world_size: int) -> None:
+    run_on(world_size, _mean_pooling)
+
+
+def _rounded_outputs(dtype: str) -> None:
+    with Session(one_table(policy="lru", eviction_interval=1, output_dtype=dtype)) as session:
+        for start in range(0, 12, 2):
+            session.train(_rows_of([start, start + 1]))
+            session.check()
+
+
+@ranks
+def test_rounded_outputs_are_dumped_as_answered(world_size: int) -> None:
+    run_on(world_size, _rounded_outputs, "FP16")
+
+
+def _negative_zero(sequence: bool) -> None:
+    with Session(one_table(eviction_interval=1, sequence=sequence)) as session:
+        session.train(_rows_of([1, 2]))
+        table = find_zch_tables(session.model)[0]
+        table.weight().fill_(-0.0)
+        session.dumper.mark("mc.t0")
+        session.check()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_negative_zeros_are_dumped_as_answered(sequence: bool) -> None:
+    run_on(2, _negative_zero, sequence)
+
+
+def _lookup_before_a_dumper_joins_or_returns() -> None:
+    with Session(one_table(policy="lru", eviction_interval=1), attach=False) as session:
+        session.train(_rows_of([1, 2]))
+        first = DeltaDumper(session.model, session.directory, interval_steps=1)
+        first.step(1)
+        held = session.lookup(_rows_of([1, 2]))
+        first.close()
+        second = DeltaDumper(session.model, session.directory, interval_steps=1)
+        second.step(2)
+        held.backward()
+        second.step(3)
+        second.close()
+        compare(session.model, session.spec, session.directory, sorted(session.seen))
+
+
+@ranks
+def test_gradient_of_a_lookup_under_an_earlier_dumper_is_not_missed(world_size: int) -> None:
+    run_on(world_size, _lookup_before_a_dumper_joins_or_returns)
+
+
+def _marked_after_the_last_dump() -> None:
+    with Session(one_table(eviction_interval=1)) as session:
+        session.train(_rows_of([1, 2]))
+        session.check()
+        find_zch_tables(session.model)[0].weight().add_(1.0)
+        session.dumper.mark("mc.t0")
+        session.dumper.close()
+        compare(session.model, session.spec, session.directory, sorted(session.seen))
+
+
+@ranks
+def test_marks_after_the_last_dump_go_out_at_close(world_size: int) -> None:
+    run_on(world_size, _marked_after_the_last_dump)
+
+
+def _dump_then_step() -> None:
+    with Session(one_table(eviction_interval=1), interval_steps=2) as session:
+        for step in range(1, 5):
+            session.lookup(_rows_of([step])).backward()
+            if step == 2:
+                session.dumper.dump(step, metadata={"checkpoint": "two"})
+            assert (session.dumper.step(step) is not None) == (step == 4)
+        session.dumper.flush()
+        dumps = session.log.dumps()
+        assert [(d.step, d.metadata) for d in dumps] == [(2, {"checkpoint": "two"}), (4, {})]
+
+
+@ranks
+def test_a_dump_of_ones_own_takes_the_place_of_the_one_that_is_due(world_size: int) -> None:
+    run_on(world_size, _dump_then_step)
+
+
+def _some_tables_only() -> None:
+    spec = Spec(
+        {
+            "a": (Table("t0", ("f0",), policy="lru", eviction_interval=1),),
+            "b": (Table("t0", ("f1",), policy="lru", eviction_interval=1),),
+        }
+    )
+    with Session(spec, attach=False) as session:
+        for step, tables in enumerate((None, ["a.*"], ["b.*"], None), 1):
+            session.train({"f0": [_rows_of([step])], "f1": [_rows_of([step + 9])]})
+            with DeltaDumper(session.model, session.directory, interval_steps=1, tables=tables) as dumper:
+                dumper.step(step)
+            assert tuple(session.log.replay()) == dumper.tables
+        compare(session.model, spec, session.directory, sorted(session.seen))
+
+
+@ranks
+def test_replay_answers_for_the_tables_of_the_last_dump_only(world_size: int) -> None:
+    run_on(world_size, _some_tables_only)
+
+
+class Interrupt(BaseException):
+    """As a signal handler may raise it anywhere on the training thread."""
+
+
+def _interrupted(max_pending_bytes: int | None, moment: str) -> None:
+    options = {"policy": "lru", "eviction_interval": 1, "rows": 8}
+    with Session(one_table(**options), max_pending_bytes=max_pending_bytes) as session:
+        for start in range(3):
+            session.train(_rows_of([start, start + 1]))
+        session.check()
+        for start in range(3, 9):
+            session.train(_rows_of([start, start + 1]))
+        writer = session.dumper._writer
+        whole = getattr(writer, moment)
+
+        def interrupt(*args: Any) -> None:
+            setattr(writer, moment, whole)
+            raise Interrupt
+
+        setattr(writer, moment, interrupt)
+        with pytest.raises(Interrupt):
+            session.dump()
+        for start in range(9, 12):
+            session.train(_rows_of([start, start + 1]))
+        session.check()
+
+
+@pytest.mark.parametrize("moment", ["submit", "wait_until_written"])
+@pytest.mark.parametrize("max_pending_bytes", [None, 1])
+def test_a_dump_that_was_interrupted_loses_nothing(max_pending_bytes: int | None, moment: str) -> None:
+    run_on(1, _interrupted, max_pending_bytes, moment)

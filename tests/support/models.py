@@ -20,7 +20,7 @@ from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig, PoolingType
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -57,6 +57,7 @@ class Table:
     eviction_interval: int = 2
     hash_func: Any = None
     mch_class: Any = None
+    pooling: str = "SUM"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Spec:
     sequence: bool = False
     in_place: bool = True
     dtype: str = "FP32"
+    output_dtype: str = "FP32"
     learning_rate: float = 0.5
     seed: int = 0
 
@@ -187,6 +189,7 @@ def _module(tables: Sequence[Table], spec: Spec, world_size: int) -> nn.Module:
             feature_names=list(t.features),
             init_fn=partial(nn.init.uniform_, a=-1.0, b=1.0),
             data_type=DataType[spec.dtype],
+            **({} if spec.sequence else {"pooling": PoolingType[t.pooling]}),
         )
         for t in tables
     ]
@@ -221,7 +224,11 @@ def _collision(table: Table, world_size: int, device: torch.device) -> nn.Module
 
 
 def _sharder(spec: Spec) -> Any:
-    fused = {"optimizer": OPTIMIZERS[spec.optimizer], "learning_rate": spec.learning_rate}
+    fused = {
+        "optimizer": OPTIMIZERS[spec.optimizer],
+        "learning_rate": spec.learning_rate,
+        "output_dtype": DataType[spec.output_dtype],
+    }
     if spec.sequence:
         return ManagedCollisionEmbeddingCollectionSharder(
             EmbeddingCollectionSharder(fused_params=fused), ManagedCollisionCollectionSharder()

@@ -74,6 +74,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
                 policy=draw(st.sampled_from(["lfu", "lru", "distance_lfu"])),
                 threshold=draw(st.booleans()),
                 eviction_interval=draw(st.integers(1, 5)),
+                pooling=draw(st.sampled_from(["SUM", "SUM", "MEAN"])),
             )
         )
     split = num_tables > 1 and not shared and draw(st.booleans())

@@ -208,9 +208,8 @@ class Committer:
                 fmt.write_atomically(path / MANIFEST_NAME, manifest.to_json())
             except Exception as caught:
                 error = caught
-                if not isinstance(caught, FileExistsError):
-                    with contextlib.suppress(OSError):
-                        (path / MANIFEST_NAME).unlink(missing_ok=True)
+            else:
+                self._sync_directories(path)
         committed = self._exchange(_Vote(dump, None, _describe(error)))[0]
         if committed.error is not None:
             raise DeltaDumpError(
@@ -218,6 +217,14 @@ class Committer:
                 f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
             ) from error
         return manifest
+
+    def _sync_directories(self, path: Path) -> None:
+        # Readers see the dump by now: it is committed, though a power failure may still undo it.
+        try:
+            for directory in (path, self._directory):
+                fmt.sync_directory(directory)
+        except OSError:
+            logger.warning("%s is committed, but may not be on the disk yet", path, exc_info=True)
 
     def _exchange(self, vote: _Vote) -> list[_Vote]:
         if self._group is None or self._world_size == 1:

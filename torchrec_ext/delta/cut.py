@@ -127,6 +127,7 @@ class Cut:
         arena: the memory of ``deltas``; None if they are streamed.
         stall_seconds: how long the training thread stood still.
         error: why the cut failed; such a cut tells the other ranks not to commit theirs.
+        submitted: whether the writer has it.
         committed: whether the dump was committed, once the writer is done with it.
     """
 
@@ -138,6 +139,7 @@ class Cut:
     arena: Arena | None = None
     stall_seconds: float = 0.0
     error: BaseException | None = None
+    submitted: bool = False
     committed: bool = False
 
     @property
@@ -149,4 +151,4 @@ class Cut:
         """Gives its memory back."""
         if self.arena is not None:
             self.arena.release()
-        self.deltas = ()
+            self.deltas = ()

@@ -7,7 +7,6 @@ import logging
 import math
 import numbers
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
+from torchrec_ext.delta.buffers import BufferPool
 from torchrec_ext.delta.commit import Committer
-from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream
+from torchrec_ext.delta.cut import NO_KEYS
+from torchrec_ext.delta.cutter import CutStats, Cutter
 from torchrec_ext.delta.opening import describe, open_log, select_tables
 from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.schedule import EverySeconds, EverySteps, Schedule
-from torchrec_ext.delta.tracker import BindingDiff, ZchTracker
+from torchrec_ext.delta.tracker import ZchTracker
 from torchrec_ext.delta.writer import DumpWriter
 from torchrec_ext.zch import ZchTable, ZchWatch, find_zch_tables
 
@@ -36,24 +36,16 @@ DEFAULT_MAX_PENDING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class DumpResult:
+class DumpResult(CutStats):
     """One rank's share of a dump that was handed to the writer (``flush`` waits until it is committed).
 
     Attributes:
         step: the training step.
         generation: the run generation.
-        upserts: rows upserted.
-        deletes: rows deleted.
-        nbytes: bytes of the vectors, uncompressed.
-        stall_seconds: how long the training thread stood still.
     """
 
     step: int
     generation: int
-    upserts: int
-    deletes: int
-    nbytes: int
-    stall_seconds: float
 
     @property
     def rows(self) -> int:
@@ -124,6 +116,7 @@ class DeltaDumper:
         self._generation = log[-1].generation + 1 if log else 0
         self._last_step: int | None = None
         self._last_dump: int | None = None
+        self._marked = False
         self._closed = False
         self._schedule: Schedule
         if interval_steps is not None:
@@ -132,7 +125,7 @@ class DeltaDumper:
             store = group.get_group_store() if group is not None else None
             rank = dist.get_rank(group) if group is not None else 0
             self._schedule = EverySeconds(interval_seconds, rank, store)
-        self._pool = BufferPool(
+        pool = BufferPool(
             max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
             pin_memory=any(table.weight().is_cuda for table in found),
         )
@@ -144,6 +137,7 @@ class DeltaDumper:
         committer = Committer(directory, infos, self._generation, previous, group)
         # From here on the group is the writer's alone.
         self._writer = DumpWriter(committer, max_pending)
+        self._cutter = Cutter(self._trackers, [w for w, _ in self._watches], pool, self._writer)
         if log and first_dump == "delta":
             logger.info("%s holds a log already: the first dump holds every row", directory)
         logger.info("dumping %s to %s, generation %d", ", ".join(infos), directory, self._generation)
@@ -174,14 +168,20 @@ class DeltaDumper:
         """
         self._check_open()
         global_step = self._checked_step(global_step, self._last_step)
+        if global_step != self._last_dump:
+            self._checked_step(global_step, self._last_dump)
         self._last_step = global_step
-        result = self._dump(global_step, {}) if self._schedule.due(global_step) else None
+        due = self._schedule.due(global_step) and global_step != self._last_dump
+        result = self._dump(global_step, {}) if due else None
         # Only now: all ranks take the same dumps, whenever each of them hears of an error.
         self._writer.raise_errors()
         return result
 
     def dump(self, global_step: int, metadata: Mapping[str, Any] | None = None) -> DumpResult:
         """Dumps now, on every rank at the same step.
+
+        To dump at a step of your choice, call it before ``step`` of the same number, which then does
+        not dump again.
 
         Args:
             global_step: the step's number, larger than that of the last dump.
@@ -200,13 +200,14 @@ class DeltaDumper:
         global_step = self._checked_step(global_step, self._last_dump)
         if global_step != self._last_step:
             self._checked_step(global_step, self._last_step)
-        self._last_step = global_step
         result = self._dump(global_step, _json_like(metadata or {}))
         self._writer.raise_errors()
         return result
 
     def mark(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows were written by other means than training.
+
+        Call it on every rank. They go out with the next dump, the latest when the dumper is closed.
 
         Args:
             table: the table's FQN.
@@ -222,7 +223,7 @@ class DeltaDumper:
             raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._trackers)}")
         shard = tracker.table
         if rows is None:
-            rows = torch.arange(shard.num_rows)
+            tracker.touch_all()
         else:
             if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
@@ -234,7 +235,8 @@ class DeltaDumper:
                 )
             rows = rows - shard.first_row
             rows = rows[(rows >= 0) & (rows < shard.num_rows)]
-        tracker.touch(rows.to(shard.weight().device))
+            tracker.touch(rows.to(shard.weight().device))
+        self._marked = True
 
     def flush(self) -> None:
         """Waits until every dump handed over so far is committed.
@@ -257,11 +259,9 @@ class DeltaDumper:
         if self._closed:
             return
         try:
-            # A failed dump's rows wait for the next one: this is the last that can take them.
-            if self._last_step is not None and (
-                self._last_step != self._last_dump or self._writer.last_dump_failed()
-            ):
-                self._dump(self._last_step, {})
+            self._cutter.settle()
+            if (owed := self._step_owed()) is not None:
+                self._dump(owed, {})
         finally:
             self._leave(wait=True)
         if self._writer.last_dump_failed():
@@ -303,94 +303,19 @@ class DeltaDumper:
         self._watches = list(listeners.values())
 
     def _dump(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
-        began = time.perf_counter()
         self._last_dump = global_step
-        cut = Cut(global_step, time.time(), metadata)
-        try:
-            with torch.no_grad():
-                for watch, _ in self._watches:
-                    watch.catch_up()
-                diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
-                cut.answers = [tracker.answers() for tracker in self._trackers.values()]
-                if self._fits_in_memory(diffs):
-                    self._read_at_once(cut, diffs)
-        except BaseException as error:
-            cut.release()
-            cut.error = error
-            self._writer.submit(cut)
-            raise
-        if cut.arena is not None:
-            for fqn, diff in diffs.items():
-                self._trackers[fqn].advance(diff)
-            cut.stall_seconds = time.perf_counter() - began
-            self._writer.submit(cut)
-        else:
-            self._stream(cut, diffs, began)
-        return DumpResult(
-            global_step,
-            self._generation,
-            upserts=sum(len(diff.upsert_keys) for diff in diffs.values()),
-            deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
-            nbytes=self._vector_bytes(diffs),
-            stall_seconds=time.perf_counter() - began,
-        )
+        self._marked = False
+        stats = self._cutter.cut(global_step, metadata)
+        return DumpResult(**vars(stats), step=global_step, generation=self._generation)
 
-    def _vector_bytes(self, diffs: dict[str, BindingDiff]) -> int:
-        return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())
-
-    def _chunks_needed(self, diffs: dict[str, BindingDiff]) -> int:
-        # A chunk's end stays unused where a vector does not fit any more.
-        usable = CHUNK_BYTES - 4 * max(tracker.table.dim for tracker in self._trackers.values())
-        return -(-self._vector_bytes(diffs) // usable)
-
-    def _fits_in_memory(self, diffs: dict[str, BindingDiff]) -> bool:
-        return self._chunks_needed(diffs) <= self._pool.max_chunks
-
-    def _read_at_once(self, cut: Cut, diffs: dict[str, BindingDiff]) -> None:
-        if self._chunks_needed(diffs) > self._pool.max_chunks - self._pool.handed_out:
-            logger.warning(
-                "training waits: dumps not written yet take the memory that the dump of step %d needs "
-                "(max_pending_bytes), the dump directory is slower than the dump interval",
-                cut.step,
-            )
-        cut.arena = Arena(self._pool)
-        cut.deltas = [
-            self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
-        ]
-
-    def _stream(self, cut: Cut, diffs: dict[str, BindingDiff], began: float) -> None:
-        """Hands the dump over piece by piece, and waits until it is committed."""
-        stream = PieceStream()
-        cut.deltas = stream
-        logger.info(
-            "the dump of step %d holds %d bytes of vectors, more than max_pending_bytes: "
-            "training stands still while it is written",
-            cut.step,
-            self._vector_bytes(diffs),
-        )
-        self._writer.submit(cut)
-        try:
-            for fqn, diff in diffs.items():
-                tracker = self._trackers[fqn]
-                rows = CHUNK_BYTES // (4 * tracker.table.dim)
-                for start in range(0, max(1, len(diff.upsert_keys)), rows):
-                    arena = Arena(self._pool)
-                    try:
-                        delta = tracker.read(diff, slice(start, start + rows), arena)
-                    except BaseException:
-                        arena.release()
-                        raise
-                    stream.put(delta, arena)
-            cut.stall_seconds = time.perf_counter() - began
-        except BaseException as error:
-            cut.error = error
-            stream.finish(error)
-            raise
-        stream.finish()
-        self._writer.wait_until_written()
-        if cut.committed:
-            for fqn, diff in diffs.items():
-                self._trackers[fqn].advance(diff)
+    def _step_owed(self) -> int | None:
+        """The step of the dump that is still due when the dumper is closed, the same on every rank."""
+        last = -1 if self._last_dump is None else self._last_dump
+        if self._last_step is not None and self._last_step > last:
+            return self._last_step
+        if self._last_dump is not None and self._writer.last_dump_failed():
+            return self._last_dump  # its rows wait for the next dump: there is no other
+        return last + 1 if self._marked else None
 
     def _leave(self, *, wait: bool) -> None:
         self._closed = True

@@ -256,8 +256,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         hidden(path).unlink(missing_ok=True)
         raise
-    for directory in (path.parent, path.parent.parent):
-        sync_directory(directory)
 
 
 def sync_directory(directory: Path) -> None:

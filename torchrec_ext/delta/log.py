@@ -75,8 +75,7 @@ class DeltaLog:
             DeltaLogError: there is no such dump, or a file of it is missing or damaged.
         """
         dump = self._find(step, generation)
-        tables = [self._open(dump, part, fmt.PART_SCHEMA).read() for part in dump.parts]
-        return pa.concat_tables(tables)
+        return self._read(dump, dump.parts, fmt.PART_SCHEMA)
 
     def replay(
         self,
@@ -94,16 +93,21 @@ class DeltaLog:
                 TorchRec calls it, ``fn(ids, input_hash_size)`` with an int64 tensor.
 
         Returns:
-            A state per table FQN.
+            A state per table FQN, of the tables that the last of these dumps covers.
 
         Raises:
-            DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not in
-                the log, or a file is missing or damaged.
+            DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not
+                covered, or a file is missing or damaged.
         """
-        return self._collect(upto).states(hash_fns or {})
+        dumps = self._upto(upto)
+        replay = self._collect(dumps)
+        fallbacks = self._read(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
+        return replay.states(dumps[-1], fallbacks, hash_fns or {})
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
-        """The ids that own a row after a dump, sorted int64 per table FQN; reads no vectors.
+        """The ids that own a row after a dump, sorted int64, of every table in the log.
+
+        Reads no vectors. A table that later dumps do not cover any more has its last ids.
 
         Args:
             upto: as in ``replay``.
@@ -111,22 +115,29 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``replay``.
         """
-        return self._collect(upto).keys()
+        return self._collect(self._upto(upto)).keys()
 
-    def _collect(self, upto: int | None) -> Replay:
+    def _upto(self, upto: int | None) -> list[Manifest]:
         dumps = self.dumps()
         last = max((i for i, d in enumerate(dumps) if upto is None or d.step <= upto), default=None)
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
             raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
+        return dumps[: last + 1]
+
+    def _collect(self, dumps: list[Manifest]) -> Replay:
         replay = Replay()
-        for dump in dumps[: last + 1]:
+        for dump in dumps:
             for part in dump.parts:
-                replay.add_part(dump, self._open(dump, part, fmt.PART_SCHEMA))
-            replay.set_fallbacks(
-                dump, [self._open(dump, f, fmt.FALLBACK_SCHEMA).read() for f in dump.fallbacks]
-            )
+                replay.add_part(dump, self._checked(dump, part, fmt.PART_SCHEMA))
+            for fallback in dump.fallbacks:
+                self._checked(dump, fallback, fmt.FALLBACK_SCHEMA)
         return replay
+
+    def _read(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
+        return pa.concat_tables(
+            [pq.ParquetFile(self._checked(dump, entry, schema)).read() for entry in files]
+        )
 
     def _find(self, step: int, generation: int | None) -> Manifest:
         for dump in reversed(self.dumps()):
@@ -135,7 +146,8 @@ class DeltaLog:
         which = "" if generation is None else f" of generation {generation}"
         raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
 
-    def _open(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> pq.ParquetFile:
+    def _checked(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
+        """The path of a dump's file, after a check that the file is what the manifest says."""
         where = f"{dump.dump.directory}: {entry.name}"
         path = _no_symlink(self.directory / dump.dump.directory / entry.name)
         try:
@@ -145,18 +157,17 @@ class DeltaLog:
                 if fmt.file_crc32(path) != entry.crc32:
                     raise DeltaLogError(f"{where} is damaged: its checksum is not the manifest's")
                 self._verified.add((dump.dump, entry.name))
-            file = pq.ParquetFile(path, memory_map=True)
+            with pq.ParquetFile(path) as file:
+                num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
         except FileNotFoundError as error:
             raise DeltaLogError(f"{where} is missing") from error
         except (pa.ArrowException, OSError) as error:
             raise DeltaLogError(f"{where} cannot be read: {error}") from error
-        if file.metadata.num_rows != entry.rows:
-            raise DeltaLogError(
-                f"{where} holds {file.metadata.num_rows} rows, the manifest says {entry.rows}"
-            )
-        if missing := set(schema.names) - set(file.schema_arrow.names):
+        if num_rows != entry.rows:
+            raise DeltaLogError(f"{where} holds {num_rows} rows, the manifest says {entry.rows}")
+        if missing := set(schema.names) - columns:
             raise DeltaLogError(f"{where} lacks the columns {sorted(missing)}")
-        return file
+        return path
 
 
 def _no_symlink(path: Path) -> Path:

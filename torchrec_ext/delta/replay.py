@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +95,7 @@ def _hash(function: HashFunction, ids: NDArray[np.int64], hash_size: int) -> NDA
 class _Group:
     """One row group: rows of one table in the order in which they were written."""
 
-    file: pq.ParquetFile
+    path: Path
     index: int
     where: str
     keys: NDArray[np.int64]
@@ -104,8 +106,6 @@ class _Group:
 class _TableHistory:
     info: TableInfo
     groups: list[_Group] = field(default_factory=list)
-    fallback: NDArray[np.float32] | None = None
-    exceptions: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Replay:
@@ -114,70 +114,46 @@ class Replay:
     def __init__(self) -> None:
         self._tables: dict[str, _TableHistory] = {}
 
-    def add_part(self, dump: Manifest, file: pq.ParquetFile) -> None:
-        """Takes in one rank's part of the next dump."""
+    def add_part(self, dump: Manifest, path: Path) -> None:
+        """Takes in one rank's part of the next dump. Leaves no file open: a log may have thousands."""
         self._meet_tables(dump)
         where = dump.dump.directory
         try:
-            for index, fqn, _ in fmt.row_groups(file):
-                if fqn not in self._tables:
-                    raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
-                columns = file.read_row_group(index, columns=["key_id", "op"])
-                upsert = pc.equal(columns["op"], fmt.UPSERT)
-                self._tables[fqn].groups.append(
-                    _Group(
-                        file,
-                        index,
-                        where,
-                        columns["key_id"].to_numpy(),
-                        upsert.to_numpy(),
-                    )
-                )
+            with pq.ParquetFile(path, memory_map=True) as file:
+                self._add_groups(where, path, file)
         except ValueError as error:
             raise DeltaLogError(f"{where}: {error}") from error
 
-    def set_fallbacks(self, dump: Manifest, files: Sequence[pa.Table]) -> None:
-        """Takes in the fallback rows of the next dump, which replace those of the dump before."""
-        self._meet_tables(dump)
-        rows = pa.concat_tables(files)
-        for fqn in dump.tables:
-            history = self._tables[fqn]
-            dim, shards = history.info.dim, history.info.num_shards
-            of_table = rows.filter(pc.equal(rows["table_fqn"], fqn))
-            try:
-                vectors = fmt.vectors_of(of_table["embedding"].chunks, dim)
-            except ValueError as error:
-                raise DeltaLogError(f"{dump.dump.directory}: fallback of {fqn}: {error}") from error
-            special = of_table["key_id"].is_valid().to_numpy()
-            order = of_table["shard"].to_numpy()[~special]
-            if sorted(order.tolist()) != list(range(shards)):
-                raise DeltaLogError(
-                    f"{dump.dump.directory}: fallback rows of {fqn} are of shards "
-                    f"{sorted(order.tolist())}, not of 0 to {shards - 1}"
-                )
-            history.fallback = vectors[~special][np.argsort(order)]
-            history.exceptions = dict(
-                zip(
-                    of_table["key_id"].drop_null().to_pylist(),
-                    vectors[special],
-                    strict=True,
-                )
-            )
+    def _add_groups(self, where: str, path: Path, file: pq.ParquetFile) -> None:
+        for index, fqn, _ in fmt.row_groups(file):
+            if fqn not in self._tables:
+                raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
+            columns = file.read_row_group(index, columns=["key_id", "op"])
+            upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
+            keys = columns["key_id"].to_numpy()
+            self._tables[fqn].groups.append(_Group(path, index, where, keys, upsert))
 
-    def states(self, hash_fns: Mapping[str, HashFunction]) -> dict[str, EmbeddingState]:
-        """The tables as they stand after the last dump taken in."""
-        if unknown := set(hash_fns) - set(self._tables):
-            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the log holds {sorted(self._tables)}")
+    def states(
+        self, dump: Manifest, fallbacks: pa.Table, hash_fns: Mapping[str, HashFunction]
+    ) -> dict[str, EmbeddingState]:
+        """The tables that the last dump taken in covers, as they stand after it.
+
+        Args:
+            dump: the last dump.
+            fallbacks: its fallback rows, of all ranks.
+            hash_fns: see ``DeltaLog.replay``.
+        """
+        if unknown := set(hash_fns) - set(dump.tables):
+            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the dump covers {sorted(dump.tables)}")
         states = {}
-        for fqn, history in self._tables.items():
-            keys, winners = _latest_upserts(history)
-            vectors = _gather(history, winners)
-            fallback = history.fallback
-            if fallback is None:
-                fallback = np.empty((0, history.info.dim), np.float32)
-            states[fqn] = EmbeddingState(
-                history.info, keys, vectors, fallback, history.exceptions, hash_fns.get(fqn)
-            )
+        for fqn, info in dump.tables.items():
+            keys, winners = _latest_upserts(self._tables[fqn])
+            vectors = _gather(self._tables[fqn], winners)
+            try:
+                fallback, exceptions = _fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
+            except ValueError as error:
+                raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
+            states[fqn] = EmbeddingState(info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 
     def keys(self) -> dict[str, NDArray[np.int64]]:
@@ -214,20 +190,39 @@ def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.fl
     by_position = np.argsort(winners)
     positions = winners[by_position]
     start = 0
-    for group in history.groups:
-        stop = start + len(group.keys)
-        low, high = np.searchsorted(positions, (start, stop))
-        if high > low:
-            column = group.file.read_row_group(group.index, columns=["embedding"])["embedding"]
-            try:
-                found = fmt.vectors_of(column.chunks, history.info.dim)
-            except ValueError as error:
-                raise DeltaLogError(f"{group.where}: {error}") from error
-            # Vectors stand for upserts only: a row's vector is found by counting those before it.
-            nth = np.cumsum(group.upsert) - 1
-            vectors[by_position[low:high]] = found[nth[positions[low:high] - start]]
-        start = stop
+    for path, groups in itertools.groupby(history.groups, key=lambda group: group.path):
+        with pq.ParquetFile(path, memory_map=True) as file:
+            for group in groups:
+                stop = start + len(group.keys)
+                low, high = np.searchsorted(positions, (start, stop))
+                if high > low:
+                    column = file.read_row_group(group.index, columns=["embedding"])["embedding"]
+                    try:
+                        found = fmt.vectors_of(column.chunks, history.info.dim)
+                    except ValueError as error:
+                        raise DeltaLogError(f"{group.where}: {error}") from error
+                    # Vectors stand for upserts only: a row's is found by counting those before it.
+                    nth = np.cumsum(group.upsert) - 1
+                    vectors[by_position[low:high]] = found[nth[positions[low:high] - start]]
+                start = stop
     return vectors
+
+
+def _fallback_of(
+    info: TableInfo, rows: pa.Table
+) -> tuple[NDArray[np.float32], dict[int, NDArray[np.float32]]]:
+    """The fallback row of each shard, and the vectors of ids that get another one.
+
+    Raises:
+        ValueError: a shard has none, or more than one.
+    """
+    vectors = fmt.vectors_of(rows["embedding"].chunks, info.dim)
+    special = rows["key_id"].is_valid().to_numpy()
+    shards = rows["shard"].to_numpy()[~special]
+    if sorted(shards.tolist()) != list(range(info.num_shards)):
+        raise ValueError(f"of shards {sorted(shards.tolist())}, not of 0 to {info.num_shards - 1}")
+    exceptions = zip(rows["key_id"].drop_null().to_pylist(), vectors[special], strict=True)
+    return vectors[~special][np.argsort(shards)], dict(exceptions)
 
 
 def _concatenate(pieces: list[NDArray[Any]], dtype: type) -> NDArray[Any]:

@@ -77,6 +77,11 @@ class ZchTracker:
         """Bytes held per dumper, constant."""
         return self._touched.nbytes + self._published.nbytes
 
+    def touch_all(self) -> None:
+        """Flags all rows, and looks at the collision map anew."""
+        self._binding.refresh()
+        self._touched.fill_(True)
+
     def touch(self, rows: torch.Tensor) -> None:
         """Flags local rows, int64 on the table's device."""
         self._touched.index_fill_(0, rows, True)
@@ -130,6 +135,7 @@ class ZchTracker:
                 torch.index_select(weight, 0, rows[start:stop], out=matrix)
             else:
                 matrix.copy_(weight.index_select(0, rows[start:stop]))
+            self.table.as_answered_(matrix)
             self._check_finite(matrix, keys[start:stop])
             vectors.append(matrix.numpy())
             start = stop
@@ -154,16 +160,23 @@ class ZchTracker:
                 f"{self.table.fqn} on rank {self.table.shard}: 1 vector is not finite: that of the "
                 f"fallback row, row {self.table.first_row + self.table.fallback_row}"
             )
+        self.table.as_answered_(vectors)
         fallback, *others = vectors.numpy()
         return ShardAnswers(
             self.table.fqn, self.table.shard, fallback, dict(zip(exceptions, others, strict=True))
         )
 
-    def advance(self, diff: BindingDiff) -> None:
-        """Takes a difference as published."""
+    def advance(self, diff: BindingDiff, *, keep_flags: bool = False) -> None:
+        """Takes a difference as published.
+
+        Args:
+            diff: from ``compare``.
+            keep_flags: whether its rows may have changed since it was read.
+        """
         owners = torch.from_numpy(diff.owners).to(self._published.device)
         self._published.index_copy_(0, diff.rows, owners)
-        self._touched.index_fill_(0, diff.rows, False)
+        if not keep_flags:
+            self._touched.index_fill_(0, diff.rows, False)
         self._orphans = NO_KEYS
 
     def _owners(self, raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:

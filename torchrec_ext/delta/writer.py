@@ -33,6 +33,7 @@ class DumpWriter:
         self._errors: list[DeltaDumpError] = []
         self._last_failed = False
         self._closing = False
+        self._committing: Cut | None = None
         self._thread = threading.Thread(target=self._run, name="torchrec-ext-delta", daemon=True)
         self._thread.start()
 
@@ -48,6 +49,7 @@ class DumpWriter:
                 )
                 self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
             self._pending.append(cut)
+            cut.submitted = True
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:
@@ -75,7 +77,7 @@ class DumpWriter:
         with self._changed:
             self._closing = True
             if not wait:
-                while len(self._pending) > 1:
+                while self._pending and self._pending[-1] is not self._committing:
                     self._pending.pop().release()
             self._changed.notify_all()
         if wait:
@@ -99,7 +101,8 @@ class DumpWriter:
     def _next(self) -> Cut | None:
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
-            return self._pending[0] if self._pending else None
+            self._committing = self._pending[0] if self._pending else None
+            return self._committing
 
     def _commit(self, cut: Cut) -> DeltaDumpError | None:
         try:

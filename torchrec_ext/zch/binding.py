@@ -37,6 +37,7 @@ class RowBinding:
 
     def refresh(self) -> None:
         """Inverts the collision map anew."""
+        self._seen = self._map_version()
         sorted_ids, rows = internals.slots(self._mcm)
         local = rows - self._first_row
         local.masked_fill_((local < 0) | (local >= self.num_rows), self.num_rows)
@@ -46,7 +47,6 @@ class RowBinding:
         # As many slots as rows: every row is named if and only if none is named twice or outside.
         ordered = (sorted_ids[1:] > sorted_ids[:-1]) | (sorted_ids[1:] == NO_ID)
         self._intact = named[:-1].all() & ordered.all()
-        self._seen = self._map_version()
 
     def catch_up(self) -> torch.Tensor | None:
         """Notices a map that was changed by anything but an eviction, such as ``load_state_dict``.

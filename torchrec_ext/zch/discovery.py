@@ -27,6 +27,8 @@ _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
     (DistributedDataParallel, "module"),
 )
 
+_COMPILED = "_orig_mod"  # what torch.compile puts in between
+
 # Fused optimizers that move rows which were not looked up: a lookup cannot tell which.
 _MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD"}
 
@@ -48,6 +50,9 @@ class ZchTable:
         routing: which shard answers for an id.
         hashed: whether keys are ``input_hash_func(raw id)`` instead of raw ids.
         hash_size: ``input_hash_size`` of the collision module.
+        pooled: whether lookups are pooled into bags.
+        divided: whether pooled vectors are divided by the bag's length (MEAN pooling in its module).
+        output_dtype: the dtype to which the model rounds its answers.
         unsupported: why the table cannot be followed exactly; None if it can.
     """
 
@@ -63,6 +68,9 @@ class ZchTable:
     routing: ShardRouting
     hashed: bool
     hash_size: int
+    pooled: bool
+    divided: bool
+    output_dtype: torch.dtype
     unsupported: str | None = None
 
     @property
@@ -76,6 +84,24 @@ class ZchTable:
         internals.flush_cache(tbe)
         return internals.local_weight(tbe, index).view(self.num_rows, self.dim)
 
+    def as_answered_(self, vectors: torch.Tensor) -> None:
+        """Turns rows into what a lookup of one id with weight 1 answers, in place.
+
+        Args:
+            vectors: rows of the table, float32 ``[n, dim]``.
+        """
+        if self.pooled:
+            vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
+        if self.output_dtype != torch.float32:
+            vectors.copy_(vectors.to(self.output_dtype))
+        if self.divided:
+            vectors.div_(_LENGTH_OF_ONE)
+
+
+# TorchRec divides by the bag's length and 1e-6, in every table of a collection that has one with MEAN
+# pooling (torchrec.distributed.embeddingbag._create_mean_pooling_divisor).
+_LENGTH_OF_ONE = torch.ones(()) + 1e-6
+
 
 def find_zch_tables(model: nn.Module) -> list[ZchTable]:
     """Finds every table of every sharded managed-collision module in a model.
@@ -87,9 +113,12 @@ def find_zch_tables(model: nn.Module) -> list[ZchTable]:
         The tables in module order, those that cannot be followed (``unsupported``) too. Every rank
         gets the same tables in the same order.
     """
+    paths: dict[BaseShardedManagedCollisionEmbeddingCollection, str] = {}
+    for path, module in _managed_collision_modules(model):
+        paths.setdefault(module, path)  # of several paths to a module, the first counts
     return [
         _describe(module, path, name)
-        for path, module in _managed_collision_modules(model)
+        for module, path in paths.items()
         for name in internals.collision_modules(module)
     ]
 
@@ -105,9 +134,9 @@ def _managed_collision_modules(
     if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
         yield path, module
         return
-    hidden = next((part for kind, part in _WRAPPERS if isinstance(module, kind)), None)
+    hidden = {part for kind, part in _WRAPPERS if isinstance(module, kind)} | {_COMPILED}
     for name, child in module.named_children():
-        child_path = path if name == hidden else f"{path}.{name}" if path else name
+        child_path = path if name in hidden else f"{path}.{name}" if path else name
         yield from _managed_collision_modules(child, child_path)
 
 
@@ -131,12 +160,19 @@ def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str,
         routing=ShardRouting.for_hash_size(next(iter(hash_sizes.values())), num_shards),
         hashed=followed and internals.has_hash_function(mcm),
         hash_size=int(mcm.input_size()),
-        unsupported=_why_unsupported(mcm, tbe, hash_sizes, replicated),
+        pooled=internals.pools(module),
+        divided=internals.divides_by_length(module),
+        output_dtype=internals.output_dtype(tbe),
+        unsupported=_why_unsupported(module, mcm, tbe, hash_sizes, replicated),
     )
 
 
 def _why_unsupported(
-    mcm: nn.Module, tbe: nn.Module, hash_sizes: dict[str, int], replicated: bool
+    module: BaseShardedManagedCollisionEmbeddingCollection,
+    mcm: nn.Module,
+    tbe: nn.Module,
+    hash_sizes: dict[str, int],
+    replicated: bool,
 ) -> str | None:
     if not isinstance(mcm, MCHManagedCollisionModule):
         return (
@@ -150,6 +186,8 @@ def _why_unsupported(
         )
     if (optimizer := internals.optimizer_name(tbe)) in _MOVES_WHOLE_TABLES:
         return f"{optimizer} moves rows that were not looked up; use EXACT_ROWWISE_ADAGRAD or EXACT_ADAGRAD"
+    if internals.divides_by_length(module) and internals.output_dtype(tbe) != torch.float32:
+        return "MEAN pooling of rounded outputs; leave output_dtype at FP32"
     if replicated:
         return "2D parallel replicas differ until DMPCollection.sync(); use DistributedModelParallel"
     if len(set(hash_sizes.values())) > 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torchrec
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
@@ -112,6 +113,21 @@ def flush_cache(tbe: nn.Module) -> None:
     """Writes rows that sit in a UVM cache back to the weights; does nothing where there is no cache."""
     if hasattr(tbe, "flush"):
         tbe.flush()  # type: ignore[operator]
+
+
+def pools(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
+    """Whether lookups are pooled into bags."""
+    return bool(_private(module, "bagged"))
+
+
+def divides_by_length(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
+    """Whether the pooled output is divided by bag lengths, as it is if any table pools by MEAN."""
+    return pools(module) and bool(_private(module._embedding_module, "_has_mean_pooling_callback"))
+
+
+def output_dtype(tbe: nn.Module) -> torch.dtype:
+    """The dtype to which the TBE rounds what it answers (``output_dtype`` of ``fused_params``)."""
+    return SparseType.from_int(_private(tbe, "output_dtype")).as_dtype()
 
 
 def slots(mcm: MCHManagedCollisionModule) -> tuple[torch.Tensor, torch.Tensor]:

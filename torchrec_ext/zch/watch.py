@@ -110,8 +110,11 @@ class ZchWatch:
     def _gradient_arrived(
         self, tables: Sequence[str], rows: Sequence[torch.Tensor], _gradient: torch.Tensor
     ) -> None:
-        for table, touched in zip(tables, rows, strict=True):
-            self._report(table, touched)
+        # Whoever watches now: the listeners may have changed since the lookup.
+        watch = vars(self._module).get(_ATTRIBUTE)
+        if watch is not None:
+            for table, touched in zip(tables, rows, strict=True):
+                watch._report(table, touched)
 
     def _report(self, table: str, rows: torch.Tensor) -> None:
         rows = rows.long()

@@ -1,0 +1,170 @@
+"""Takes cuts on the training thread: what changed since the last one, read and handed to the writer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
+from torchrec_ext.delta.cut import Cut, PieceStream
+from torchrec_ext.delta.tracker import BindingDiff, ZchTracker
+from torchrec_ext.delta.writer import DumpWriter
+from torchrec_ext.zch import ZchWatch
+
+logger = logging.getLogger(__name__)
+
+Diffs = dict[str, BindingDiff]
+
+
+@dataclass(frozen=True)
+class CutStats:
+    """How much one rank handed to the writer.
+
+    Attributes:
+        upserts: rows upserted.
+        deletes: rows deleted.
+        nbytes: bytes of the vectors, uncompressed.
+        stall_seconds: how long the training thread stood still.
+    """
+
+    upserts: int
+    deletes: int
+    nbytes: int
+    stall_seconds: float
+
+
+class Cutter:
+    """Turns what the trackers noted into cuts.
+
+    Args:
+        trackers: by table FQN.
+        watches: of the tables' modules.
+        pool: host memory for vectors.
+        writer: takes the cuts.
+    """
+
+    def __init__(
+        self,
+        trackers: dict[str, ZchTracker],
+        watches: list[ZchWatch],
+        pool: BufferPool,
+        writer: DumpWriter,
+    ) -> None:
+        self._trackers = trackers
+        self._watches = watches
+        self._pool = pool
+        self._writer = writer
+        self._unsettled: tuple[Cut, Diffs] | None = None
+
+    @torch.no_grad()
+    def cut(self, global_step: int, metadata: dict[str, Any]) -> CutStats:
+        """Reads what changed and hands it to the writer.
+
+        A dump that fits in memory is read at once and written while training goes on; a larger one is
+        written while it is read, and has been committed, or not, when this returns.
+
+        Raises:
+            CorruptTableError: a table of this rank contradicts itself; the other ranks are told.
+        """
+        self.settle()
+        began = time.perf_counter()
+        cut = Cut(global_step, time.time(), metadata)
+        try:
+            for watch in self._watches:
+                watch.catch_up()
+            diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
+            cut.answers = [tracker.answers() for tracker in self._trackers.values()]
+            if self._chunks_needed(diffs) <= self._pool.max_chunks:
+                self._read_at_once(cut, diffs)
+            else:
+                cut.deltas = PieceStream()
+        except BaseException as error:
+            cut.release()
+            cut.error = error
+            self._writer.submit(cut)
+            raise
+        self._unsettled = cut, diffs
+        if cut.streamed:
+            self._stream(cut, diffs, began)
+        else:
+            cut.stall_seconds = time.perf_counter() - began
+            self._writer.submit(cut)
+        self._advance(cut, diffs)
+        return CutStats(
+            upserts=sum(len(diff.upsert_keys) for diff in diffs.values()),
+            deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
+            nbytes=self._vector_bytes(diffs),
+            stall_seconds=time.perf_counter() - began,
+        )
+
+    def settle(self) -> None:
+        """Finishes a cut that an exception, such as a Ctrl-C that was caught, left half taken."""
+        if self._unsettled is not None:
+            cut, diffs = self._unsettled
+            if cut.streamed and cut.submitted:
+                self._writer.wait_until_written()
+            elif not cut.submitted:
+                cut.release()
+            self._advance(cut, diffs, keep_flags=True)
+
+    def _advance(self, cut: Cut, diffs: Diffs, *, keep_flags: bool = False) -> None:
+        # What the writer has in memory goes out sooner or later; a stream goes out now or is read anew.
+        if cut.committed if cut.streamed else cut.submitted:
+            for fqn, diff in diffs.items():
+                self._trackers[fqn].advance(diff, keep_flags=keep_flags)
+        self._unsettled = None
+
+    def _read_at_once(self, cut: Cut, diffs: Diffs) -> None:
+        if self._chunks_needed(diffs) > self._pool.max_chunks - self._pool.handed_out:
+            logger.warning(
+                "training waits: dumps not written yet take the memory that the dump of step %d needs "
+                "(max_pending_bytes), the dump directory is slower than the dump interval",
+                cut.step,
+            )
+        cut.arena = Arena(self._pool)
+        cut.deltas = [
+            self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
+        ]
+
+    def _stream(self, cut: Cut, diffs: Diffs, began: float) -> None:
+        """Hands a cut over piece by piece, and waits until the writer is done with it."""
+        assert isinstance(cut.deltas, PieceStream)
+        stream = cut.deltas
+        logger.info(
+            "the dump of step %d holds %d bytes of vectors, more than max_pending_bytes: "
+            "training stands still while it is written",
+            cut.step,
+            self._vector_bytes(diffs),
+        )
+        self._writer.submit(cut)
+        try:
+            for fqn, diff in diffs.items():
+                tracker = self._trackers[fqn]
+                rows = CHUNK_BYTES // (4 * tracker.table.dim)
+                for start in range(0, max(1, len(diff.upsert_keys)), rows):
+                    arena = Arena(self._pool)
+                    try:
+                        delta = tracker.read(diff, slice(start, start + rows), arena)
+                    except BaseException:
+                        arena.release()
+                        raise
+                    stream.put(delta, arena)
+            cut.stall_seconds = time.perf_counter() - began
+        except BaseException as error:
+            cut.error = error
+            stream.finish(error)
+            raise
+        stream.finish()
+        self._writer.wait_until_written()
+
+    def _vector_bytes(self, diffs: Diffs) -> int:
+        return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())
+
+    def _chunks_needed(self, diffs: Diffs) -> int:
+        # A chunk's end stays unused where a vector does not fit any more.
+        usable = CHUNK_BYTES - 4 * max(tracker.table.dim for tracker in self._trackers.values())
+        return -(-self._vector_bytes(diffs) // usable)
