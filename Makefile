@@ -1,7 +1,7 @@
 # Every target first makes the environment in .venv; once it stands, nothing is installed again until
 # requirements/cpu.txt or pyproject.toml changes.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
@@ -41,14 +41,15 @@ wheel: $(READY) ## Build the wheel, and check that its reading side works withou
 	build/wheel-venv/bin/python -I -c 'import torchrec_ext; from torchrec_ext.delta import DeltaLog'
 	test -f build/wheel-venv/lib/python*/site-packages/torchrec_ext/py.typed
 
-clean: ## Remove build outputs and caches; keeps .venv
-	rm -rf build dist *.egg-info bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove build outputs and caches; keeps .venv and what was measured or dumped
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # Why in these steps: see requirements/cpu.txt. Where pip's index offers a CUDA build of torch only,
 # name an index that has the CPU build in PIP_EXTRA_INDEX_URL to save some gigabytes; both work.
 $(READY): requirements/cpu.txt pyproject.toml
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "the pinned stack needs Python 3.11"'
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or \
+		sys.exit("the pinned stack needs Python 3.11 or newer: make PYTHON=/path/to/one")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --constraint requirements/cpu.txt torch
 	$(BIN)/pip install --no-deps --requirement requirements/cpu.txt

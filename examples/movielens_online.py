@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 import warnings
@@ -135,7 +136,7 @@ def train(
                 bar.set_postfix(loss=f"{loss.item():.3f}")
                 tqdm.write(
                     f"step {step:>4}: rank 0 dumped {result.rows:>4} rows, {result.nbytes:>7,} "
-                    f"bytes; training stood still for {1000 * result.stall_seconds:.1f} ms"
+                    f"bytes of vectors; training stood still for {1000 * result.stall_seconds:.1f} ms"
                 )
     report_learning(torch.stack(predictions))
 
@@ -189,8 +190,8 @@ def check(model: DistributedModelParallel, ratings: movielens.Ratings, deltas: P
     checked, wrong, stale, missing = counts.tolist()
     dumps = log.dumps()
     say(
-        f"{len(dumps)} dumps hold {sum(d.upserts for d in dumps):,} upserts and "
-        f"{sum(d.deletes for d in dumps):,} deletes in {sum(d.nbytes for d in dumps):,} bytes"
+        f"{len(dumps)} dumps, the last one at the end, hold {sum(d.upserts for d in dumps):,} upserts and "
+        f"{sum(d.deletes for d in dumps):,} deletes in {sum(d.nbytes for d in dumps):,} bytes of files"
     )
     say(f"checked {checked:,} ids on {dist.get_world_size()} ranks: {wrong:,} wrong")
     say(f"(with each id's last vector instead: {stale:,} wrong, {missing:,} without an answer)")
@@ -234,23 +235,33 @@ def run(args: argparse.Namespace) -> int:
     except movielens.MovieLensError as error:
         say(str(error))
         return 1
-    folder = [args.out or Path("deltas", time.strftime("%Y%m%d-%H%M%S"))]
+    folder = [args.out or Path("demo-deltas", time.strftime("%Y%m%d-%H%M%S"))]
     dist.broadcast_object_list(folder)  # rank 0's, whatever the clocks of the others say
     deltas = folder[0]
 
     torch.manual_seed(0)
     model = shard(Recommender())
     train(model, ratings, args.batch_size, deltas, args.interval_steps)
-    return 1 if check(model, ratings, deltas) else 0
+    wrong = check(model, ratings, deltas)
+    say(f"the dumps are in {deltas}: DeltaLog({str(deltas)!r}).replay()")
+    return 1 if wrong else 0
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be positive")
+    return number
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="ml-100k's u.data; by default it is downloaded")
-    parser.add_argument("--out", type=Path, help="for the dumps; by default a new one in deltas/")
-    parser.add_argument("--batch-size", type=int, default=128, help="ratings per rank and step")
-    parser.add_argument("--interval-steps", type=int, default=40, help="steps between two dumps")
+    parser.add_argument("--out", type=Path, help="for the dumps; by default a new one in demo-deltas/")
+    parser.add_argument("--batch-size", type=positive, default=128, help="ratings per rank and step")
+    parser.add_argument("--interval-steps", type=positive, default=40, help="steps between two dumps")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun --nproc_per_node=2, or by make demo")
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # TorchRec's uses of older torch
     for noisy in ("torchrec", "torch.fx"):

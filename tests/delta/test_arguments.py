@@ -126,7 +126,7 @@ def _wrong_metadata(directory: Path) -> None:
     with DeltaDumper(model, directory, interval_steps=10) as dumper:
         train(model, TWO_TABLES, range(20))
         for metadata in ({"at": Path("x")}, {"loss": float("nan")}, {(1, 2): "x"}, {"ids": {1, 2}}):
-            assert "metadata must be JSON-like" in _message_of(ValueError, dumper.dump, 1, metadata)
+            assert "metadata must be a JSON object" in _message_of(ValueError, dumper.dump, 1, metadata)
         # The step was not used up.
         dumper.dump(1, {"path": "ckpt/1", "nested": {"list": [1, 2.5, None, True]}})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.support.faults import log_of, replaced_fsync
 from tests.support.models import Spec, Table, answers, loss_of, one_table
 from tests.support.schedules import compare
 from tests.support.session import Session
@@ -414,19 +415,17 @@ def _unknown_collision_module() -> None:
         }
     )
     with Session(spec, attach=False) as session:
-        records: list[logging.LogRecord] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = records.append  # type: ignore[method-assign]
-        logger = logging.getLogger("torchrec_ext.delta.opening")
-        logger.addHandler(handler)
-        with DeltaDumper(session.model, session.directory, interval_steps=1) as dumper:
+        messages: list[str] = []
+        with (
+            log_of("torchrec_ext.delta.opening", messages.append),
+            DeltaDumper(session.model, session.directory, interval_steps=1) as dumper,
+        ):
             for start in range(4):
                 session.train({"f0": [_rows_of([start])], "f1": [_rows_of([start])]})
                 dumper.step(session.step)
-        logger.removeHandler(handler)
         assert dumper.tables == ("mc.t0",)
-        (warning,) = records
-        assert "mc.odd" in warning.getMessage() and "Modulo" in warning.getMessage()
+        (warning,) = messages
+        assert "mc.odd" in warning and "Modulo" in warning
         state = session.log.replay()
         assert list(state) == ["mc.t0"]
         ids = sorted(session.seen)
@@ -675,3 +674,46 @@ def _interrupted(max_pending_bytes: int | None, moment: str) -> None:
 @pytest.mark.parametrize("max_pending_bytes", [None, 1])
 def test_a_dump_that_was_interrupted_loses_nothing(max_pending_bytes: int | None, moment: str) -> None:
     run_on(1, _interrupted, max_pending_bytes, moment)
+
+
+def _stall() -> None:
+    seconds = 0.05
+
+    def slow(descriptor: int) -> None:
+        threading.Event().wait(seconds)
+
+    options = {"max_pending": 1, "interval_steps": 1}
+    with replaced_fsync(slow), Session(one_table(eviction_interval=1), **options) as session:
+        results = []
+        for step in range(1, 5):
+            session.lookup(_rows_of([step])).backward()
+            results.append(session.dumper.step(step))
+        session.dumper.flush()
+        stalls = [dump.stats[dist.get_rank()].stall_seconds for dump in session.log.dumps()]
+    assert stalls == [result.stall_seconds for result in results]
+    assert stalls[0] < seconds < stalls[2], "the third dump waits until the first one's files are synced"
+
+
+@ranks
+def test_the_manifest_says_how_long_training_stood_still_waiting_included(world_size: int) -> None:
+    run_on(world_size, _stall)
+
+
+def _forgotten() -> None:
+    messages: list[str] = []
+    with (
+        log_of("torchrec_ext.delta.dumper", messages.append),
+        Session(one_table(), attach=False) as session,
+    ):
+        with DeltaDumper(session.model, session.directory, interval_steps=1):
+            pass
+        dumper = DeltaDumper(session.model, session.directory, interval_steps=1)
+        dumper.step(1)
+        dumper.flush()
+        del dumper
+    assert "step() was never called" in messages[0]
+    assert "a DeltaDumper was not closed" in messages[-1]
+
+
+def test_forgetting_to_step_or_to_close_is_said_so() -> None:
+    run_on(1, _forgotten)

@@ -235,7 +235,7 @@ class Committer:
         except RuntimeError as error:
             self._lost_rank = True
             raise RuntimeError(
-                f"another rank is gone, and nobody can tell whether this dump was committed: {error}"
+                "another rank is gone, and nobody can tell whether this dump was committed"
             ) from error
         return votes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +126,8 @@ class Cut:
         answers: of this rank's shards.
         deltas: changed rows: held in ``arena``, or a ``PieceStream``.
         arena: the memory of ``deltas``; None if they are streamed.
-        stall_seconds: how long the training thread stood still.
+        began: when the training thread began with it, by ``time.perf_counter``.
+        resumed: when training went on, by the same clock; None while it stands still.
         error: why the cut failed; such a cut tells the other ranks not to commit theirs.
         submitted: whether the writer has it.
         committed: whether the dump was committed, once the writer is done with it.
@@ -137,7 +139,8 @@ class Cut:
     answers: list[ShardAnswers] = field(default_factory=list)
     deltas: Iterable[TableDelta] = ()
     arena: Arena | None = None
-    stall_seconds: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
+    resumed: float | None = None
     error: BaseException | None = None
     submitted: bool = False
     committed: bool = False
@@ -146,6 +149,11 @@ class Cut:
     def streamed(self) -> bool:
         """Whether its rows can be read only once, so that a failed dump must cut them anew."""
         return isinstance(self.deltas, PieceStream)
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the training thread stood still for it, so far if it still does."""
+        return (self.resumed or time.perf_counter()) - self.began
 
     def release(self) -> None:
         """Gives its memory back."""

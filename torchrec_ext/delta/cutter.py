@@ -71,7 +71,6 @@ class Cutter:
             CorruptTableError: a table of this rank contradicts itself; the other ranks are told.
         """
         self.settle()
-        began = time.perf_counter()
         cut = Cut(global_step, time.time(), metadata)
         try:
             for watch in self._watches:
@@ -89,16 +88,15 @@ class Cutter:
             raise
         self._unsettled = cut, diffs
         if cut.streamed:
-            self._stream(cut, diffs, began)
+            self._stream(cut, diffs)
         else:
-            cut.stall_seconds = time.perf_counter() - began
             self._writer.submit(cut)
         self._advance(cut, diffs)
         return CutStats(
             upserts=sum(len(diff.upsert_keys) for diff in diffs.values()),
             deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
             nbytes=self._vector_bytes(diffs),
-            stall_seconds=time.perf_counter() - began,
+            stall_seconds=cut.stall_seconds,
         )
 
     def settle(self) -> None:
@@ -122,7 +120,7 @@ class Cutter:
         if self._chunks_needed(diffs) > self._pool.max_chunks - self._pool.handed_out:
             logger.warning(
                 "training waits: dumps not written yet take the memory that the dump of step %d needs "
-                "(max_pending_bytes), the dump directory is slower than the dump interval",
+                "(max_pending_bytes), dumps take longer to write than the interval between them",
                 cut.step,
             )
         cut.arena = Arena(self._pool)
@@ -130,7 +128,7 @@ class Cutter:
             self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
         ]
 
-    def _stream(self, cut: Cut, diffs: Diffs, began: float) -> None:
+    def _stream(self, cut: Cut, diffs: Diffs) -> None:
         """Hands a cut over piece by piece, and waits until the writer is done with it."""
         assert isinstance(cut.deltas, PieceStream)
         stream = cut.deltas
@@ -153,13 +151,13 @@ class Cutter:
                         arena.release()
                         raise
                     stream.put(delta, arena)
-            cut.stall_seconds = time.perf_counter() - began
         except BaseException as error:
             cut.error = error
             stream.finish(error)
             raise
         stream.finish()
         self._writer.wait_until_written()
+        cut.resumed = time.perf_counter()
 
     def _vector_bytes(self, diffs: Diffs) -> int:
         return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())

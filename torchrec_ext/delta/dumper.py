@@ -7,6 +7,7 @@ import logging
 import math
 import numbers
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ class DeltaDumper:
         if max_pending_bytes is not None and max_pending_bytes < 1:
             raise ValueError(f"max_pending_bytes must be positive, not {max_pending_bytes}")
         found = select_tables(find_zch_tables(model), tables, model)
+        if "://" in os.fspath(output_dir):
+            raise ValueError(f"output_dir must be a path, not a URI: {output_dir}")
         directory = Path(output_dir)
         group = private_group(process_group, found)
         try:
@@ -138,6 +141,8 @@ class DeltaDumper:
         # From here on the group is the writer's alone.
         self._writer = DumpWriter(committer, max_pending)
         self._cutter = Cutter(self._trackers, [w for w, _ in self._watches], pool, self._writer)
+        self._directory = directory
+        self._unclosed = weakref.finalize(self, _warn_unclosed, directory)
         if log and first_dump == "delta":
             logger.info("%s holds a log already: the first dump holds every row", directory)
         logger.info("dumping %s to %s, generation %d", ", ".join(infos), directory, self._generation)
@@ -185,14 +190,14 @@ class DeltaDumper:
 
         Args:
             global_step: the step's number, larger than that of the last dump.
-            metadata: JSON-like, goes into the manifest (rank 0's counts), such as the path of the
+            metadata: a JSON object, goes into the manifest (rank 0's counts), such as the path of the
                 checkpoint it belongs to.
 
         Returns:
             This rank's share. It is committed when ``flush`` returns.
 
         Raises:
-            ValueError: the step number does not grow, or ``metadata`` is not JSON-like.
+            ValueError: the step number does not grow, or ``metadata`` is not a JSON object.
             CorruptTableError: a table of this rank contradicts itself.
             DeltaDumpError: an earlier dump was not committed, here or on another rank.
         """
@@ -225,6 +230,7 @@ class DeltaDumper:
         if rows is None:
             tracker.touch_all()
         else:
+            rows = torch.as_tensor(rows)
             if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
             rows = rows.flatten().long()
@@ -259,6 +265,8 @@ class DeltaDumper:
         if self._closed:
             return
         try:
+            if self._last_step is None and self._last_dump is None:
+                logger.warning("nothing was dumped to %s: step() was never called", self._directory)
             self._cutter.settle()
             if (owed := self._step_owed()) is not None:
                 self._dump(owed, {})
@@ -319,6 +327,7 @@ class DeltaDumper:
 
     def _leave(self, *, wait: bool) -> None:
         self._closed = True
+        self._unclosed.detach()
         for watch, listener in self._watches:
             watch.detach(listener)
         self._writer.close(wait=wait)
@@ -348,6 +357,10 @@ class _Listener:
     def rows_touched(self, table: str, rows: torch.Tensor) -> None:
         if table in self.trackers:
             self.trackers[table].touch(rows)
+
+
+def _warn_unclosed(directory: Path) -> None:
+    logger.warning("a DeltaDumper was not closed: what came after its last dump is not in %s", directory)
 
 
 def _check_arguments(
@@ -382,6 +395,8 @@ def _is_integer(value: object) -> bool:
 
 def _json_like(metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"a {type(metadata).__name__} instead of a mapping")
         return json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata must be JSON-like: {error}") from error
+        raise ValueError(f"metadata must be a JSON object: {error}") from error

@@ -117,7 +117,7 @@ class Manifest:
         fallbacks: the files of the fallback rows, by rank.
         stats: what it cost each rank.
         supersedes: dumps that this one makes void.
-        metadata: the user's own, JSON-like.
+        metadata: the user's own, a JSON object.
         format_version: of the files and of this manifest.
     """
 

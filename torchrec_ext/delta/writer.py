@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import Cut
@@ -43,13 +44,15 @@ class DumpWriter:
             if len(self._pending) >= self._max_pending:
                 logger.warning(
                     "training waits: %d dumps are not written yet (max_pending=%d), "
-                    "the dump directory is slower than the dump interval",
+                    "dumps take longer to write than the interval between them",
                     len(self._pending),
                     self._max_pending,
                 )
                 self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
             self._pending.append(cut)
             cut.submitted = True
+            if not cut.streamed:
+                cut.resumed = time.perf_counter()
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:
