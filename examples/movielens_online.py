@@ -135,7 +135,7 @@ def train(
             if rank == 0 and result is not None:
                 bar.set_postfix(loss=f"{loss.item():.3f}")
                 tqdm.write(
-                    f"step {step:>4}: rank 0 dumped {result.rows:>4} rows, {result.nbytes:>7,} "
+                    f"step {step:>4}: rank 0 dumped {result.rows:>4} rows, {result.vector_bytes:>7,} "
                     f"bytes of vectors; training stood still for {1000 * result.stall_seconds:.1f} ms"
                 )
     report_learning(torch.stack(predictions))

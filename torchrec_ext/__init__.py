@@ -5,7 +5,7 @@ Names are resolved on first use, so that readers of a dump directory never impor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrec_ext._lazy import lazy_attributes
 
@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["DeltaDumper", "DeltaLog", "__version__"]
 
-_resolve = lazy_attributes(
-    __name__,
-    {"DeltaDumper": "torchrec_ext.delta", "DeltaLog": "torchrec_ext.delta"},
-)
-
-
-def __getattr__(name: str) -> Any:
-    return _resolve(name)
+if not TYPE_CHECKING:  # a type checker reads the imports above
+    __getattr__ = lazy_attributes(
+        __name__,
+        {"DeltaDumper": "torchrec_ext.delta", "DeltaLog": "torchrec_ext.delta"},
+    )

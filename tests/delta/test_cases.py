@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import partial
 from typing import Any
@@ -591,18 +592,62 @@ def test_gradient_of_a_lookup_under_an_earlier_dumper_is_not_missed(world_size: 
 
 
 def _marked_after_the_last_dump() -> None:
-    with Session(one_table(eviction_interval=1)) as session:
+    messages: list[str] = []
+    with (
+        log_of("torchrec_ext.delta.dumper", messages.append),
+        Session(one_table(eviction_interval=1)) as session,
+    ):
         session.train(_rows_of([1, 2]))
         session.check()
-        find_zch_tables(session.model)[0].weight().add_(1.0)
-        session.dumper.mark("mc.t0")
-        session.dumper.close()
-        compare(session.model, session.spec, session.directory, sorted(session.seen))
+        if dist.get_rank() == 0:
+            session.dumper.mark("mc.t0")
+    told = [message for message in messages if "rows marked after the last dump" in message]
+    assert len(told) == (dist.get_rank() == 0)
 
 
 @ranks
-def test_marks_after_the_last_dump_go_out_at_close(world_size: int) -> None:
+def test_marks_after_the_last_dump_are_said_to_be_lost_and_hang_no_rank(world_size: int) -> None:
     run_on(world_size, _marked_after_the_last_dump)
+
+
+def _marked_under_two_dumpers() -> None:
+    with Session(one_table(policy="lru", eviction_interval=1, rows=8), attach=False) as session:
+        directories = [f"{session.directory}/{name}" for name in ("a", "b")]
+        dumpers = [DeltaDumper(session.model, d, interval_steps=1) for d in directories]
+        session.train(_rows_of([1, 2]))
+        saved = {name: t.clone() for name, t in session.collision_module().state_dict().items()}
+        for start in range(3, 9, 2):
+            session.train(_rows_of([start, start + 1]))
+        for dumper in dumpers:
+            dumper.step(1)
+        session.collision_module().load_state_dict(saved)
+        dumpers[0].mark("mc.t0")
+        for dumper, directory in zip(dumpers, directories, strict=True):
+            dumper.step(2)
+            dumper.close()
+            compare(session.model, session.spec, directory, sorted(session.seen))
+
+
+@ranks
+def test_a_mark_of_one_dumper_does_not_hide_a_loaded_map_from_another(world_size: int) -> None:
+    run_on(world_size, _marked_under_two_dumpers)
+
+
+def _log_handler_that_raises() -> None:
+    def fail(message: str) -> None:
+        raise OSError("no room for logs")
+
+    with log_of("torchrec_ext.delta.writer", fail), Session(one_table(eviction_interval=1)) as session:
+        logging.getLogger("torchrec_ext.delta.writer").setLevel(logging.INFO)
+        for step in range(1, 4):
+            session.train(_rows_of([step]))
+            session.check()
+    logging.getLogger("torchrec_ext.delta.writer").setLevel(logging.NOTSET)
+
+
+@ranks
+def test_a_log_handler_that_raises_does_not_stop_the_writer(world_size: int) -> None:
+    run_on(world_size, _log_handler_that_raises)
 
 
 def _dump_then_step() -> None:

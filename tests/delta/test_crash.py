@@ -6,6 +6,8 @@ import contextlib
 import errno
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -376,8 +378,12 @@ def _dump_streamed_and_buffered(directory: Path) -> None:
         _train_large(model, step)
         one, other = streamed.step(step), buffered.step(step)
         assert one and other
-        assert (one.upserts, one.deletes, one.nbytes) == (other.upserts, other.deletes, other.nbytes)
-        assert one.nbytes > 8 << 20
+        assert (one.upserts, one.deletes, one.vector_bytes) == (
+            other.upserts,
+            other.deletes,
+            other.vector_bytes,
+        )
+        assert one.vector_bytes > 8 << 20
     streamed.close()
     buffered.close()
     compare(model, LARGE, str(directory / "streamed"), [*range(40_000), -1])
@@ -457,3 +463,39 @@ def test_corrupt_vector_in_a_dump_written_in_pieces_is_reported_on_every_rank(
 ) -> None:
     run_on(2, _stream_a_corrupt_table, tmp_path / "deltas", bad_rank)
     assert [dump.step for dump in DeltaLog(tmp_path / "deltas").dumps()] == [2]
+
+
+_SCRIPT = """
+import os, sys, tempfile
+import torch.distributed as dist
+from tests.support.models import build, keyed, loss_of, one_table
+from tests.support.workers import join_ranks
+from torchrec_ext.delta import DeltaDumper
+
+how, meeting = sys.argv[1:]
+join_ranks(0, 1, meeting)
+model = build(one_table())
+dumper = DeltaDumper(model, tempfile.mkdtemp(), interval_steps=1)
+loss_of(model(keyed(["f0"], {"f0": [[1, 2]]}))).backward()
+if how == "exception":
+    with dumper:
+        dumper.step(1)
+        raise ValueError("mine")
+dumper.step(1)
+if how == "closed":
+    dumper.close()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("closed", 0), ("never closed", 0), ("exception", 1)])
+def test_a_process_ends_as_it_would_without_a_dumper(tmp_path: Path, how: str, code: int) -> None:
+    for attempt in range(3):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _SCRIPT, how, str(tmp_path / f"meeting{attempt}")],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == code, done.stderr
+        assert ("ValueError: mine" in done.stderr) == (how == "exception")
+        assert ("was not closed" in done.stderr) == (how == "never closed")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -314,7 +315,7 @@ def test_manifest_that_lacks_a_field_is_an_error_that_names_dump_and_field(
         DeltaLog(directory).dumps()
 
 
-@pytest.mark.parametrize("value", ["?", 0, 7, None, [3], {"a": 1}, float("nan")])
+@pytest.mark.parametrize("value", ["?", 0, 7, None, [3], {"a": 1}, float("nan"), float("inf"), 10**400])
 @pytest.mark.parametrize(
     "field",
     [
@@ -352,6 +353,19 @@ def test_manifest_with_a_field_of_another_type_never_ends_in_another_error(
         log.replay()["mc.t0"].lookup(IDS)
     except DeltaLogError as error:
         assert SECOND in str(error)
+
+
+def test_superseded_dumps_are_not_replayed(directory: Path) -> None:
+    dumps = DeltaLog(directory).dumps()
+    assert len(DeltaLog(directory).keys(20)["mc.t0"]) > 0
+    edit_manifest(
+        directory / SECOND,
+        lambda manifest: manifest.update(supersedes=[{"generation": 0, "step": dumps[0].step}]),
+    )
+    log = DeltaLog(directory)
+    assert log.dumps()[1].supersedes == (dumps[0].dump,)
+    only_second = set(log.read(20).filter(pc.equal(log.read(20)["op"], "upsert"))["key_id"].to_pylist())
+    assert set(log.keys(20)["mc.t0"].tolist()) <= only_second
 
 
 def test_manifest_with_fields_of_a_later_version_of_the_package_is_read(

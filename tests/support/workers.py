@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing as mp
+import shutil
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 240
+GRACE_SECONDS = 5
 
 # Children fork from a server that has imported the slow packages already.
 _context = mp.get_context("forkserver")
@@ -33,6 +36,7 @@ class Workers:
         self.world_size = world_size
         self._processes: list[mp.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._meeting = ""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls ``function(*args)`` on every rank."""
@@ -41,15 +45,18 @@ class Workers:
         try:
             for pipe in self._pipes:
                 pipe.send((function, args))
-            outcomes = [self._receive(rank) for rank in range(self.world_size)]
+            outcomes = self._collect()
         except BaseException:
             self.stop()
             raise
-        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
-        if failed:
+        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok]
+        if failed or len(outcomes) < self.world_size:
             self.stop()  # its ranks may be out of step
+            silent = sorted(set(range(self.world_size)) - set(outcomes))
+            if silent:
+                failed.append(f"ranks {silent} did not answer")
             raise WorkerError("\n".join(failed))
-        return [result for _, result in outcomes]
+        return [outcomes[rank][1] for rank in range(self.world_size)]
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -58,9 +65,11 @@ class Workers:
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
+        shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _start(self) -> None:
-        rendezvous = Path(tempfile.mkdtemp(prefix="torchrec-ext-")) / "rendezvous"
+        self._meeting = tempfile.mkdtemp(prefix="torchrec-ext-")
+        rendezvous = Path(self._meeting) / "rendezvous"
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
@@ -71,14 +80,23 @@ class Workers:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _receive(self, rank: int) -> tuple[bool, Any]:
-        if not self._pipes[rank].poll(TIMEOUT_SECONDS):
-            raise WorkerError(f"rank {rank} did not answer within {TIMEOUT_SECONDS} s")
-        try:
-            return self._pipes[rank].recv()
-        except EOFError:
-            self._processes[rank].join()
-            raise WorkerError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+    def _collect(self) -> dict[int, tuple[bool, Any]]:
+        """The ranks' outcomes; once one has failed, the others get little time to follow."""
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type, call-overload]
+                try:
+                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self._processes[rank].join()
+                    code = self._processes[rank].exitcode
+                    outcomes[rank] = (False, f"died with exit code {code}")
+                if not outcomes[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return outcomes
 
 
 def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:

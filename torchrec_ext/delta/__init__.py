@@ -5,7 +5,7 @@ Training side: ``DeltaDumper``. Reading side, without torch: ``DeltaLog``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrec_ext._lazy import lazy_attributes
 from torchrec_ext.delta.log import DeltaLog
@@ -14,7 +14,8 @@ from torchrec_ext.delta.replay import EmbeddingState
 from torchrec_ext.errors import CorruptTableError, DeltaDumpError, DeltaLogError
 
 if TYPE_CHECKING:
-    from torchrec_ext.delta.dumper import DeltaDumper, DumpResult
+    from torchrec_ext.delta.cut import DumpResult
+    from torchrec_ext.delta.dumper import DeltaDumper
 
 __all__ = [
     "CorruptTableError",
@@ -28,11 +29,8 @@ __all__ = [
     "Manifest",
 ]
 
-_resolve = lazy_attributes(
-    __name__,
-    {"DeltaDumper": "torchrec_ext.delta.dumper", "DumpResult": "torchrec_ext.delta.dumper"},
-)
-
-
-def __getattr__(name: str) -> Any:
-    return _resolve(name)
+if not TYPE_CHECKING:  # a type checker reads the imports above
+    __getattr__ = lazy_attributes(
+        __name__,
+        {"DeltaDumper": "torchrec_ext.delta.dumper", "DumpResult": "torchrec_ext.delta.cut"},
+    )

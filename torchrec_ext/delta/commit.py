@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream, ShardAnswers, TableDelta
+from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream, TableDelta
 from torchrec_ext.delta.manifest import (
     MANIFEST_NAME,
     DumpId,
@@ -25,12 +25,10 @@ from torchrec_ext.delta.manifest import (
     RankStats,
     TableInfo,
 )
-from torchrec_ext.delta.ranks import leave
+from torchrec_ext.delta.ranks import gather, leave
 from torchrec_ext.errors import DeltaDumpError
 
 logger = logging.getLogger(__name__)
-
-SOURCE = "zch"
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Committer:
         self._group = group
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
-        self._unsaid: dict[str, TableDelta] = {}
+        self._uncommitted: dict[str, TableDelta] = {}
         self._own_files: list[Path] = []
         self._abandoned: Path | None = None
         self._lost_rank = False
@@ -117,7 +115,7 @@ class Committer:
             if error is not None:
                 raise refused from error
             raise
-        self._unsaid.clear()
+        self._uncommitted.clear()
         self._abandoned = None
         self._previous = dump
         return manifest
@@ -135,7 +133,7 @@ class Committer:
         name = fmt.part_name(self._rank, self._world_size)
         upserts = deletes = 0
         with fmt.ParquetFileWriter(path / name, fmt.PART_SCHEMA) as file:
-            for delta in self._with_unsaid(cut.deltas):
+            for delta in self._with_uncommitted(cut.deltas):
                 upserts += len(delta.upsert_keys)
                 deletes += len(delta.delete_keys)
                 for batch in self._batches(cut.step, delta):
@@ -145,54 +143,46 @@ class Committer:
         name = fmt.fallback_name(self._rank, self._world_size)
         with fmt.ParquetFileWriter(path / name, fmt.FALLBACK_SCHEMA) as file:
             for answers in cut.answers:
-                file.write(_fallback_batch(answers))
+                file.write(
+                    fmt.fallback_batch(answers.fqn, answers.shard, answers.fallback, answers.exceptions)
+                )
         self._own_files.append(path / name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
         fmt.sync_directory(path)
         return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
 
-    def _with_unsaid(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
-        said: dict[str, list[NDArray[np.int64]]] = {}
+    def _with_uncommitted(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
+        written: dict[str, list[NDArray[np.int64]]] = {}
         for delta in deltas:
-            said.setdefault(delta.fqn, []).append(delta.keys)
+            written.setdefault(delta.fqn, []).append(delta.keys)
             yield delta
-        for fqn, delta in self._unsaid.items():
-            yield delta.without(np.concatenate(said.get(fqn, [NO_KEYS])))
+        for fqn, delta in self._uncommitted.items():
+            yield delta.without(np.concatenate(written.get(fqn, [NO_KEYS])))
 
     def _batches(self, step: int, delta: TableDelta) -> Iterable[pa.Table]:
-        pieces: list[tuple[str, NDArray[np.int64], NDArray[np.float32] | None]] = []
-        start = 0
-        for vectors in delta.vectors:
-            stop = start + len(vectors)
-            pieces.append((fmt.UPSERT, delta.upsert_keys[start:stop], vectors))
-            start = stop
-        pieces.append((fmt.DELETE, delta.delete_keys, None))
-        for op in (fmt.UPSERT, fmt.DELETE):
-            batches = [
-                fmt.part_batch(
-                    global_step=step,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    feature_name=",".join(self._tables[delta.fqn].features),
-                    table_fqn=delta.fqn,
-                    source=SOURCE,
-                    op=op,
-                    keys=keys,
-                    vectors=vectors,
-                )
-                for piece_op, keys, vectors in pieces
-                if piece_op == op and len(keys)
-            ]
-            if batches:
-                yield pa.concat_tables(batches)
+        batch = partial(
+            fmt.part_batch,
+            global_step=step,
+            rank=self._rank,
+            world_size=self._world_size,
+            feature_name=",".join(self._tables[delta.fqn].features),
+            table_fqn=delta.fqn,
+        )
+        if len(delta.upsert_keys):
+            keys = np.split(delta.upsert_keys, np.cumsum([len(v) for v in delta.vectors])[:-1])
+            yield pa.concat_tables(
+                [batch(op=fmt.UPSERT, keys=k, vectors=v) for k, v in zip(keys, delta.vectors, strict=True)]
+            )
+        if len(delta.delete_keys):
+            yield batch(op=fmt.DELETE, keys=delta.delete_keys, vectors=None)
 
     def _agree(self, dump: DumpId, path: Path, cut: Cut, vote: _Vote) -> Manifest | None:
         votes = self._exchange(vote)
         if any(v.dump != dump for v in votes):
-            steps = ", ".join(f"rank {rank}: {v.dump.step}" for rank, v in enumerate(votes))
+            steps = ", ".join(f"{v.dump.step} on rank {rank}" for rank, v in enumerate(votes))
             raise DeltaDumpError(
                 f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
-                f"All ranks must dump the same step, but not the same step came from {steps}"
+                f"All ranks must dump the same steps, but dumped step {steps}"
             )
         failed = [f"rank {rank}: {v.error}" for rank, v in enumerate(votes) if v.files is None]
         if failed:
@@ -203,8 +193,8 @@ class Committer:
         manifest = None
         error = None
         if self._rank == 0:
-            manifest = self._manifest(dump, cut, [v.files for v in votes if v.files])
             try:
+                manifest = self._manifest(dump, cut, [v.files for v in votes if v.files])
                 fmt.write_atomically(path / MANIFEST_NAME, manifest.to_json())
             except Exception as caught:
                 error = caught
@@ -223,21 +213,17 @@ class Committer:
         try:
             for directory in (path, self._directory):
                 fmt.sync_directory(directory)
-        except OSError:
+        except Exception:
             logger.warning("%s is committed, but may not be on the disk yet", path, exc_info=True)
 
     def _exchange(self, vote: _Vote) -> list[_Vote]:
-        if self._group is None or self._world_size == 1:
-            return [vote]
-        votes: list[Any] = [None] * self._world_size
         try:
-            dist.all_gather_object(votes, vote, group=self._group)
+            return gather(self._group, vote)
         except RuntimeError as error:
             self._lost_rank = True
             raise RuntimeError(
                 "another rank is gone, and nobody can tell whether this dump was committed"
             ) from error
-        return votes
 
     def _manifest(self, dump: DumpId, cut: Cut, files: list[_RankFiles]) -> Manifest:
         return Manifest(
@@ -260,8 +246,8 @@ class Committer:
         for delta in cut.deltas:
             # without() copies the vectors: the cut's memory goes back to the pool.
             owned = delta.without(NO_KEYS)
-            unsaid = self._unsaid.get(delta.fqn)
-            self._unsaid[delta.fqn] = unsaid.without(delta.keys).plus(owned) if unsaid else owned
+            unsaid = self._uncommitted.get(delta.fqn)
+            self._uncommitted[delta.fqn] = unsaid.without(delta.keys).plus(owned) if unsaid else owned
 
     def _remove_own_files(self) -> None:
         # Its own only: where two trainers share a directory by mistake, the other's stay.
@@ -275,20 +261,6 @@ class Committer:
             with contextlib.suppress(OSError):  # not empty yet: another rank comes after us
                 self._abandoned.rmdir()
             self._abandoned = None
-
-
-def _fallback_batch(answers: ShardAnswers) -> pa.Table:
-    keys = [None, *answers.exceptions]
-    vectors = np.stack([answers.fallback, *answers.exceptions.values()])
-    return pa.Table.from_arrays(
-        [
-            pa.repeat(pa.scalar(answers.fqn), len(keys)),
-            pa.repeat(pa.scalar(answers.shard, pa.int32()), len(keys)),
-            pa.array(keys, pa.int64()),
-            fmt.embedding_array(vectors),
-        ],
-        schema=fmt.FALLBACK_SCHEMA,
-    )
 
 
 def _describe(error: BaseException | None) -> str | None:

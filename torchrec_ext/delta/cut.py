@@ -72,6 +72,32 @@ class ShardAnswers:
     exceptions: dict[int, NDArray[np.float32]]
 
 
+@dataclass(frozen=True)
+class DumpResult:
+    """One rank's share of a dump that was handed to the writer (``flush`` waits until it is committed).
+
+    Attributes:
+        step: the training step.
+        generation: the run generation.
+        upserts: rows upserted.
+        deletes: rows deleted.
+        vector_bytes: bytes of the vectors, uncompressed.
+        stall_seconds: how long the training thread stood still.
+    """
+
+    step: int
+    generation: int
+    upserts: int
+    deletes: int
+    vector_bytes: int
+    stall_seconds: float
+
+    @property
+    def rows(self) -> int:
+        """Rows upserted and deleted."""
+        return self.upserts + self.deletes
+
+
 class PieceStream:
     """Pieces of a delta too large to be held at once, written while they are being read.
 

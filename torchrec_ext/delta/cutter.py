@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
-from torchrec_ext.delta.cut import Cut, PieceStream
+from torchrec_ext.delta.cut import Cut, DumpResult, PieceStream
 from torchrec_ext.delta.tracker import BindingDiff, ZchTracker
 from torchrec_ext.delta.writer import DumpWriter
 from torchrec_ext.zch import ZchWatch
@@ -18,23 +17,6 @@ from torchrec_ext.zch import ZchWatch
 logger = logging.getLogger(__name__)
 
 Diffs = dict[str, BindingDiff]
-
-
-@dataclass(frozen=True)
-class CutStats:
-    """How much one rank handed to the writer.
-
-    Attributes:
-        upserts: rows upserted.
-        deletes: rows deleted.
-        nbytes: bytes of the vectors, uncompressed.
-        stall_seconds: how long the training thread stood still.
-    """
-
-    upserts: int
-    deletes: int
-    nbytes: int
-    stall_seconds: float
 
 
 class Cutter:
@@ -45,6 +27,7 @@ class Cutter:
         watches: of the tables' modules.
         pool: host memory for vectors.
         writer: takes the cuts.
+        generation: the run generation.
     """
 
     def __init__(
@@ -53,7 +36,9 @@ class Cutter:
         watches: list[ZchWatch],
         pool: BufferPool,
         writer: DumpWriter,
+        generation: int,
     ) -> None:
+        self._generation = generation
         self._trackers = trackers
         self._watches = watches
         self._pool = pool
@@ -61,7 +46,7 @@ class Cutter:
         self._unsettled: tuple[Cut, Diffs] | None = None
 
     @torch.no_grad()
-    def cut(self, global_step: int, metadata: dict[str, Any]) -> CutStats:
+    def cut(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
         """Reads what changed and hands it to the writer.
 
         A dump that fits in memory is read at once and written while training goes on; a larger one is
@@ -92,10 +77,12 @@ class Cutter:
         else:
             self._writer.submit(cut)
         self._advance(cut, diffs)
-        return CutStats(
+        return DumpResult(
+            step=cut.step,
+            generation=self._generation,
             upserts=sum(len(diff.upsert_keys) for diff in diffs.values()),
             deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
-            nbytes=self._vector_bytes(diffs),
+            vector_bytes=self._vector_bytes(diffs),
             stall_seconds=cut.stall_seconds,
         )
 
@@ -146,11 +133,10 @@ class Cutter:
                 for start in range(0, max(1, len(diff.upsert_keys)), rows):
                     arena = Arena(self._pool)
                     try:
-                        delta = tracker.read(diff, slice(start, start + rows), arena)
+                        stream.put(tracker.read(diff, slice(start, start + rows), arena), arena)
                     except BaseException:
                         arena.release()
                         raise
-                    stream.put(delta, arena)
         except BaseException as error:
             cut.error = error
             stream.finish(error)

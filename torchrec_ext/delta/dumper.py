@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import numbers
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,10 +16,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from torchrec_ext.delta.arguments import check_arguments, is_integer, json_object
 from torchrec_ext.delta.buffers import BufferPool
 from torchrec_ext.delta.commit import Committer
-from torchrec_ext.delta.cut import NO_KEYS
-from torchrec_ext.delta.cutter import CutStats, Cutter
+from torchrec_ext.delta.cut import NO_KEYS, DumpResult
+from torchrec_ext.delta.cutter import Cutter
 from torchrec_ext.delta.opening import describe, open_log, select_tables
 from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.schedule import EverySeconds, EverySteps, Schedule
@@ -34,24 +31,6 @@ from torchrec_ext.zch import ZchTable, ZchWatch, find_zch_tables
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_PENDING_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class DumpResult(CutStats):
-    """One rank's share of a dump that was handed to the writer (``flush`` waits until it is committed).
-
-    Attributes:
-        step: the training step.
-        generation: the run generation.
-    """
-
-    step: int
-    generation: int
-
-    @property
-    def rows(self) -> int:
-        """Rows upserted and deleted."""
-        return self.upserts + self.deletes
 
 
 class DeltaDumper:
@@ -102,50 +81,42 @@ class DeltaDumper:
         max_pending_bytes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_arguments(interval_steps, interval_seconds, tables, first_dump, max_pending)
-        if max_pending_bytes is not None and max_pending_bytes < 1:
-            raise ValueError(f"max_pending_bytes must be positive, not {max_pending_bytes}")
+        check_arguments(
+            output_dir, interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes
+        )
         found = select_tables(find_zch_tables(model), tables, model)
-        if "://" in os.fspath(output_dir):
-            raise ValueError(f"output_dir must be a path, not a URI: {output_dir}")
-        directory = Path(output_dir)
-        group = private_group(process_group, found)
-        try:
-            log, held = open_log(directory, group, found)
-        except BaseException:
-            leave(group)
-            raise
-
-        self._generation = log[-1].generation + 1 if log else 0
+        self._directory = Path(output_dir)
         self._last_step: int | None = None
         self._last_dump: int | None = None
         self._marked = False
         self._closed = False
-        self._schedule: Schedule
-        if interval_steps is not None:
-            self._schedule = EverySteps(interval_steps)
-        elif interval_seconds is not None:
-            store = group.get_group_store() if group is not None else None
-            rank = dist.get_rank(group) if group is not None else 0
-            self._schedule = EverySeconds(interval_seconds, rank, store)
-        pool = BufferPool(
-            max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
-            pin_memory=any(table.weight().is_cuda for table in found),
-        )
         self._trackers: dict[str, ZchTracker] = {}
         self._watches: list[tuple[ZchWatch, _Listener]] = []
-        self._attach(found, publish_all=first_dump == "full" or bool(log), held=held)
-        previous = log[-1].dump if log else None
-        infos = {table.fqn: describe(table) for table in found}
-        committer = Committer(directory, infos, self._generation, previous, group)
-        # From here on the group is the writer's alone.
+        group = private_group(process_group, found)
+        try:
+            log, held = open_log(self._directory, group, found)
+            self._generation = log[-1].generation + 1 if log else 0
+            self._schedule = _schedule(interval_steps, interval_seconds, group)
+            self._attach(found, publish_all=first_dump == "full" or bool(log), held=held)
+            pool = BufferPool(
+                max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
+                pin_memory=any(tracker.device.type == "cuda" for tracker in self._trackers.values()),
+            )
+            infos = {table.fqn: describe(table) for table in found}
+            previous = log[-1].dump if log else None
+            # From here on the group is the writer's alone.
+            committer = Committer(self._directory, infos, self._generation, previous, group)
+        except BaseException:
+            self._detach()
+            leave(group)
+            raise
         self._writer = DumpWriter(committer, max_pending)
-        self._cutter = Cutter(self._trackers, [w for w, _ in self._watches], pool, self._writer)
-        self._directory = directory
-        self._unclosed = weakref.finalize(self, _warn_unclosed, directory)
+        watches = [watch for watch, _ in self._watches]
+        self._cutter = Cutter(self._trackers, watches, pool, self._writer, self._generation)
+        self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
         if log and first_dump == "delta":
-            logger.info("%s holds a log already: the first dump holds every row", directory)
-        logger.info("dumping %s to %s, generation %d", ", ".join(infos), directory, self._generation)
+            logger.info("%s holds a log already: the first dump holds every row", self._directory)
+        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._directory, self._generation)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -205,14 +176,14 @@ class DeltaDumper:
         global_step = self._checked_step(global_step, self._last_dump)
         if global_step != self._last_step:
             self._checked_step(global_step, self._last_step)
-        result = self._dump(global_step, _json_like(metadata or {}))
+        result = self._dump(global_step, json_object(metadata or {}))
         self._writer.raise_errors()
         return result
 
     def mark(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows were written by other means than training.
 
-        Call it on every rank. They go out with the next dump, the latest when the dumper is closed.
+        They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
 
         Args:
             table: the table's FQN.
@@ -228,6 +199,8 @@ class DeltaDumper:
             raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._trackers)}")
         shard = tracker.table
         if rows is None:
+            for watch, _ in self._watches:
+                watch.catch_up(force=True)
             tracker.touch_all()
         else:
             rows = torch.as_tensor(rows)
@@ -241,7 +214,7 @@ class DeltaDumper:
                 )
             rows = rows - shard.first_row
             rows = rows[(rows >= 0) & (rows < shard.num_rows)]
-            tracker.touch(rows.to(shard.weight().device))
+            tracker.touch(rows.to(tracker.device))
         self._marked = True
 
     def flush(self) -> None:
@@ -293,13 +266,12 @@ class DeltaDumper:
     def _attach(
         self, tables: list[ZchTable], *, publish_all: bool, held: dict[str, NDArray[np.int64]]
     ) -> None:
-        listeners: dict[int, tuple[ZchWatch, _Listener]] = {}
         for table in tables:
-            if id(table.module) not in listeners:
+            listener = next((k for w, k in self._watches if w.module is table.module), None)
+            if listener is None:
                 listener = _Listener()
-                watch = ZchWatch.attach(table.module, listener)
-                listeners[id(table.module)] = (watch, listener)
-            watch, listener = listeners[id(table.module)]
+                self._watches.append((ZchWatch.attach(table.module, listener), listener))
+            watch = self._watches[-1][0]
             tracker = ZchTracker(
                 table,
                 watch.bindings[table.name],
@@ -308,13 +280,16 @@ class DeltaDumper:
             )
             listener.trackers[table.name] = tracker
             self._trackers[table.fqn] = tracker
-        self._watches = list(listeners.values())
+
+    def _detach(self) -> None:
+        for watch, listener in self._watches:
+            watch.detach(listener)
+        self._watches = []
 
     def _dump(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
         self._last_dump = global_step
         self._marked = False
-        stats = self._cutter.cut(global_step, metadata)
-        return DumpResult(**vars(stats), step=global_step, generation=self._generation)
+        return self._cutter.cut(global_step, metadata)
 
     def _step_owed(self) -> int | None:
         """The step of the dump that is still due when the dumper is closed, the same on every rank."""
@@ -323,13 +298,16 @@ class DeltaDumper:
             return self._last_step
         if self._last_dump is not None and self._writer.last_dump_failed():
             return self._last_dump  # its rows wait for the next dump: there is no other
-        return last + 1 if self._marked else None
+        if self._marked:  # on this rank; the others may not know
+            logger.warning(
+                "rows marked after the last dump are not in %s: dump() after mark()", self._directory
+            )
+        return None
 
     def _leave(self, *, wait: bool) -> None:
         self._closed = True
         self._unclosed.detach()
-        for watch, listener in self._watches:
-            watch.detach(listener)
+        self._detach()
         self._writer.close(wait=wait)
 
     def _check_open(self) -> None:
@@ -338,7 +316,7 @@ class DeltaDumper:
 
     @staticmethod
     def _checked_step(global_step: int, before: int | None) -> int:
-        if not _is_integer(global_step) or global_step < 0:
+        if not is_integer(global_step) or global_step < 0:
             raise ValueError(f"global_step must be an integer >= 0, not {global_step!r}")
         if before is not None and global_step <= before:
             raise ValueError(
@@ -359,44 +337,16 @@ class _Listener:
             self.trackers[table].touch(rows)
 
 
+def _schedule(
+    interval_steps: int | None, interval_seconds: float | None, group: dist.ProcessGroup | None
+) -> Schedule:
+    if interval_steps is not None:
+        return EverySteps(interval_steps)
+    assert interval_seconds is not None
+    if group is None:
+        return EverySeconds(interval_seconds, 0, None)
+    return EverySeconds(interval_seconds, dist.get_rank(group), group.get_group_store())
+
+
 def _warn_unclosed(directory: Path) -> None:
     logger.warning("a DeltaDumper was not closed: what came after its last dump is not in %s", directory)
-
-
-def _check_arguments(
-    interval_steps: int | None,
-    interval_seconds: float | None,
-    tables: Sequence[str] | None,
-    first_dump: str,
-    max_pending: int,
-) -> None:
-    if (interval_steps is None) == (interval_seconds is None):
-        raise ValueError(
-            "give exactly one of interval_steps and interval_seconds, "
-            f"not {'neither' if interval_steps is None else 'both'}"
-        )
-    if interval_steps is not None and not (_is_integer(interval_steps) and interval_steps > 0):
-        raise ValueError(f"interval_steps must be a positive integer, not {interval_steps!r}")
-    if interval_seconds is not None and not (
-        isinstance(interval_seconds, (int, float)) and 0 < interval_seconds < math.inf
-    ):
-        raise ValueError(f"interval_seconds must be a positive number, not {interval_seconds!r}")
-    if isinstance(tables, str):
-        raise ValueError(f"tables must be a sequence of patterns: tables=[{tables!r}]")
-    if first_dump not in ("full", "delta"):
-        raise ValueError(f"first_dump must be 'full' or 'delta', not {first_dump!r}")
-    if max_pending < 1:
-        raise ValueError(f"max_pending must be at least 1, not {max_pending}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _json_like(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        if not isinstance(metadata, Mapping):
-            raise TypeError(f"a {type(metadata).__name__} instead of a mapping")
-        return json.loads(json.dumps(dict(metadata), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata must be a JSON object: {error}") from error

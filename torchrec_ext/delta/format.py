@@ -1,8 +1,8 @@
 """The Parquet files of a dump: their names, schemas and how they are written and read.
 
 A dump is one directory (``DumpId.directory``) that holds, per rank, a part file with the rows that
-changed and a fallback file with the vectors that answer ids without a row. Nothing outside this
-module and ``manifest`` knows the format.
+changed and a fallback file with the vectors that answer ids without a row. This module and
+``manifest`` define the format; ``log`` and ``replay`` read it by the names given here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 FORMAT_VERSION = 1
+SOURCE = "zch"
 UPSERT, DELETE = "upsert", "delete"
 
 _EMBEDDING = pa.list_(pa.field("element", pa.float32(), nullable=False))
@@ -73,7 +74,7 @@ def embedding_array(vectors: NDArray[np.float32]) -> pa.ListArray:
     """An Arrow list column over the rows of ``vectors`` (float32 ``[n, dim]``), without a copy."""
     rows, dim = vectors.shape
     values = pa.array(vectors.reshape(-1))
-    offsets = pa.array(np.arange(0, (rows + 1) * dim, max(dim, 1), dtype=np.int32)[: rows + 1])
+    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(dim))
     return pa.ListArray.from_arrays(offsets, values, type=_EMBEDDING)
 
 
@@ -84,7 +85,6 @@ def part_batch(
     world_size: int,
     feature_name: str,
     table_fqn: str,
-    source: str,
     op: str,
     keys: NDArray[np.int64],
     vectors: NDArray[np.float32] | None,
@@ -98,7 +98,7 @@ def part_batch(
         "feature_name": feature_name,
         "table_fqn": table_fqn,
         "op": op,
-        "source": source,
+        "source": SOURCE,
     }
     arrays = []
     for field in PART_SCHEMA:
@@ -109,6 +109,25 @@ def part_batch(
         else:
             arrays.append(pa.nulls(n, _EMBEDDING) if vectors is None else embedding_array(vectors))
     return pa.Table.from_arrays(arrays, schema=PART_SCHEMA)
+
+
+def fallback_batch(
+    table_fqn: str,
+    shard: int,
+    fallback: NDArray[np.float32],
+    exceptions: Mapping[int, NDArray[np.float32]],
+) -> pa.Table:
+    """A shard's fallback row, float32 ``[dim]``, and the vectors of ids that get another one."""
+    keys = [None, *exceptions]
+    return pa.Table.from_arrays(
+        [
+            pa.repeat(pa.scalar(table_fqn), len(keys)),
+            pa.repeat(pa.scalar(shard, pa.int32()), len(keys)),
+            pa.array(keys, pa.int64()),
+            embedding_array(np.stack([fallback, *exceptions.values()])),
+        ],
+        schema=FALLBACK_SCHEMA,
+    )
 
 
 class ParquetFileWriter:
@@ -267,14 +286,14 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str, int]]:
-    """The row groups of a part file: index, the table all its rows belong to, and its rows."""
+def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str]]:
+    """The row groups of a part file: index, and the table that all its rows belong to."""
     column = file.schema_arrow.names.index("table_fqn")
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
         statistics = group.column(column).statistics
         if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:
-            yield index, statistics.min, group.num_rows
+            yield index, statistics.min
         elif group.num_rows:
             raise ValueError(f"row group {index} does not hold the rows of one table")
 

@@ -107,7 +107,8 @@ class DeltaLog:
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
         """The ids that own a row after a dump, sorted int64, of every table in the log.
 
-        Reads no vectors. A table that later dumps do not cover any more has its last ids.
+        Reads no vectors, but checks every file. A table that later dumps do not cover any more has
+        its last ids.
 
         Args:
             upto: as in ``replay``.
@@ -123,7 +124,9 @@ class DeltaLog:
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
             raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
-        return dumps[: last + 1]
+        dumps = dumps[: last + 1]
+        void = {dump for manifest in dumps for dump in manifest.supersedes}
+        return [manifest for manifest in dumps if manifest.dump not in void]
 
     def _collect(self, dumps: list[Manifest]) -> Replay:
         replay = Replay()
@@ -135,9 +138,11 @@ class DeltaLog:
         return replay
 
     def _read(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
-        return pa.concat_tables(
-            [pq.ParquetFile(self._checked(dump, entry, schema)).read() for entry in files]
-        )
+        tables = []
+        for entry in files:
+            with pq.ParquetFile(self._checked(dump, entry, schema)) as file:
+                tables.append(file.read())
+        return pa.concat_tables(tables)
 
     def _find(self, step: int, generation: int | None) -> Manifest:
         for dump in reversed(self.dumps()):

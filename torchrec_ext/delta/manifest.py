@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from torchrec_ext.delta.format import FORMAT_VERSION, fallback_name, part_name
 from torchrec_ext.errors import DeltaLogError
@@ -183,7 +183,7 @@ class Manifest:
         try:
             raw = json.loads(data)
             version = raw["format_version"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is not a manifest: {error}") from error
         if version != FORMAT_VERSION:
             raise DeltaLogError(
@@ -209,7 +209,7 @@ class Manifest:
                 supersedes=tuple(_record(DumpId, dump) for dump in raw["supersedes"]),
                 metadata=dict(raw["metadata"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is incomplete: {error!r}") from error
         manifest._check(directory)
         return manifest
@@ -220,17 +220,14 @@ class Manifest:
                 f"{directory}: {MANIFEST_NAME} is that of {self.dump.directory}; the directory was "
                 "copied or renamed"
             )
-        ranks = range(self.world_size)
         for kind, entries, name_of in (
             ("part", self.parts, part_name),
             ("fallback", self.fallbacks, fallback_name),
         ):
-            expected = [name_of(rank, self.world_size) for rank in ranks]
-            named = [entry.name for entry in entries]
             # Only names we would have given: a manifest cannot send a reader anywhere else.
-            if named != expected or not expected:
-                strays = [name for name in named if name not in expected]
-                fault = f"names {strays[0]!r}" if strays else f"names {len(named)} {kind} files"
+            strays = [e.name for r, e in enumerate(entries) if e.name != name_of(r, self.world_size)]
+            if strays or not entries or len(entries) != self.world_size:
+                fault = f"names {strays[0]!r}" if strays else f"names {len(entries)} {kind} files"
                 raise DeltaLogError(
                     f"{directory}: {MANIFEST_NAME} {fault}; a dump of {self.world_size} ranks has "
                     f"{name_of(0, self.world_size)} to {name_of(self.world_size - 1, self.world_size)}"
@@ -248,7 +245,7 @@ def _crc32(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
-_JSON_TYPES: dict[Any, Any] = {"int": int, "float": (int, float), "str": str}
+_JSON_TYPES: dict[Any, Any] = {int: int, float: (int, float), str: str}
 
 
 def _record(kind: type[RecordT], raw: dict[str, Any]) -> RecordT:
@@ -259,8 +256,8 @@ def _record(kind: type[RecordT], raw: dict[str, Any]) -> RecordT:
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     record = kind(**{field_.name: raw[field_.name] for field_ in fields if field_.name in raw})
-    for field_ in fields:
-        value = getattr(record, field_.name)
-        if not isinstance(value, _JSON_TYPES.get(field_.type, object)):
-            raise TypeError(f"{field_.name} is {value!r}, not {field_.type}")
+    for name, kind_ in get_type_hints(kind).items():
+        value = getattr(record, name)
+        if not isinstance(value, _JSON_TYPES.get(kind_, object)) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, not {kind_.__name__}")
     return record

@@ -15,10 +15,9 @@ from torch import nn
 
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest, TableInfo
-from torchrec_ext.delta.ranks import on_every_rank
+from torchrec_ext.delta.ranks import gather, on_every_rank
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
-from torchrec_ext.zch import ZchTable
-from torchrec_ext.zch.discovery import has_unsharded_zch
+from torchrec_ext.zch import ZchTable, has_unsharded_zch
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +91,9 @@ def open_log(
     rank = dist.get_rank(group) if group is not None else 0
     on_every_rank(group, lambda: prepare_directory(directory, rank))
     log = on_every_rank(group, lambda: read_log(directory, tables))
+    heads = gather(group, log[-1].dump if log else None)
+    if len(set(heads)) > 1:
+        raise DeltaLogError(f"ranks see different logs in {directory}, which end with {heads}")
     return log, on_every_rank(group, lambda: held_keys(directory, log, tables))
 
 

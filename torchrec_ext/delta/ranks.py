@@ -8,9 +8,16 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from torchrec_ext.errors import DeltaLogError
 from torchrec_ext.zch import ZchTable
 
 T = TypeVar("T")
+
+
+# What another rank's error may be raised as; anything else is a RuntimeError that names it.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, DeltaLogError, OSError, *OSError.__subclasses__())
+}
 
 
 def private_group(
@@ -19,16 +26,20 @@ def private_group(
     """A new gloo group of the same ranks, for the writer's thread alone; None in a single process.
 
     Raises:
-        ValueError: a table is sharded over other ranks.
+        ValueError: the group leaves out ranks of the job, which torch needs to make a group, or a table
+            is sharded over other ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    if len(ranks) != dist.get_world_size():
+        raise ValueError(
+            f"process_group has {len(ranks)} of the job's {dist.get_world_size()} ranks; it must have all"
+        )
     for table in tables:
         if table.routing.num_shards != len(ranks):
             raise ValueError(
-                f"{table.fqn} is sharded over {table.routing.num_shards} ranks, but process_group "
-                f"has {len(ranks)}; pass the group that the table is sharded over"
+                f"{table.fqn} is sharded over {table.routing.num_shards} ranks, the job has {len(ranks)}"
             )
     return dist.new_group(ranks, backend="gloo")
 
@@ -41,18 +52,25 @@ def on_every_rank(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
         result.append(work())
     except Exception as caught:
         error = caught
-    failures: list[tuple[type[Exception], str] | None] = []
-    if group is not None:
-        failures = [None] * dist.get_world_size(group)
-        failure = None if error is None else (type(error), str(error))
-        dist.all_gather_object(failures, failure, group=group)
+    failures = gather(group, None if error is None else (type(error).__name__, str(error)))
     if error is not None:
         raise error
-    for rank, other in enumerate(failures):
-        if other is not None:
-            kind, text = other
-            raise kind(f"rank {rank}: {text}")
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            name, text = failure
+            if name in _KINDS:
+                raise _KINDS[name](f"rank {rank}: {text}")
+            raise RuntimeError(f"rank {rank}: {name}: {text}")
     return result[0]
+
+
+def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """Every rank's value, by rank."""
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def leave(group: dist.ProcessGroup | None) -> None:

@@ -29,8 +29,7 @@ class EmbeddingState:
         info: the table's dimension, key space and routing.
         keys: the ids that own a row, int64 ``[n]``, sorted.
         vectors: their vectors, float32 ``[n, dim]``.
-        fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``; empty
-            for tables without fallback rows.
+        fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``.
     """
 
     def __init__(
@@ -116,8 +115,8 @@ class Replay:
 
     def add_part(self, dump: Manifest, path: Path) -> None:
         """Takes in one rank's part of the next dump. Leaves no file open: a log may have thousands."""
-        self._meet_tables(dump)
-        where = dump.dump.directory
+        self._add_tables(dump)
+        where = f"{dump.dump.directory}: {path.name}"
         try:
             with pq.ParquetFile(path, memory_map=True) as file:
                 self._add_groups(where, path, file)
@@ -125,7 +124,7 @@ class Replay:
             raise DeltaLogError(f"{where}: {error}") from error
 
     def _add_groups(self, where: str, path: Path, file: pq.ParquetFile) -> None:
-        for index, fqn, _ in fmt.row_groups(file):
+        for index, fqn in fmt.row_groups(file):
             if fqn not in self._tables:
                 raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
             columns = file.read_row_group(index, columns=["key_id", "op"])
@@ -160,7 +159,7 @@ class Replay:
         """The ids that own a row after the last dump taken in, sorted, by table."""
         return {fqn: _latest_upserts(history)[0] for fqn, history in self._tables.items()}
 
-    def _meet_tables(self, dump: Manifest) -> None:
+    def _add_tables(self, dump: Manifest) -> None:
         for fqn, info in dump.tables.items():
             history = self._tables.setdefault(fqn, _TableHistory(info))
             if history.info.dim != info.dim or history.info.key_space != info.key_space:

@@ -73,13 +73,12 @@ class ZchTracker:
             self._published = torch.from_numpy(owners).to(device)
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes held per dumper, constant."""
-        return self._touched.nbytes + self._published.nbytes
+    def device(self) -> torch.device:
+        """Where the table is."""
+        return self._touched.device
 
     def touch_all(self) -> None:
-        """Flags all rows, and looks at the collision map anew."""
-        self._binding.refresh()
+        """Flags all rows."""
         self._touched.fill_(True)
 
     def touch(self, rows: torch.Tensor) -> None:
@@ -155,12 +154,12 @@ class ZchTracker:
             exceptions = (NO_ID,)
             rows.append(self._binding.sentinel_row())
         vectors = self.table.weight()[rows].float().cpu()
+        self.table.as_answered_(vectors)
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
                 f"{self.table.fqn} on rank {self.table.shard}: 1 vector is not finite: that of the "
                 f"fallback row, row {self.table.first_row + self.table.fallback_row}"
             )
-        self.table.as_answered_(vectors)
         fallback, *others = vectors.numpy()
         return ShardAnswers(
             self.table.fqn, self.table.shard, fallback, dict(zip(exceptions, others, strict=True))

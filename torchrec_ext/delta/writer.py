@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import logging
@@ -16,6 +17,8 @@ from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.errors import DeltaDumpError
 
 logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 10.0
 
 
 class DumpWriter:
@@ -35,8 +38,10 @@ class DumpWriter:
         self._last_failed = False
         self._closing = False
         self._committing: Cut | None = None
+        self._gave_up: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="torchrec-ext-delta", daemon=True)
         self._thread.start()
+        atexit.register(self._at_exit)
 
     def submit(self, cut: Cut) -> None:
         """Queues a cut; waits while ``max_pending`` are pending, and says so in the log."""
@@ -49,6 +54,8 @@ class DumpWriter:
                     self._max_pending,
                 )
                 self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
+            if self._gave_up is not None:
+                raise DeltaDumpError("the writer's thread has ended") from self._gave_up
             self._pending.append(cut)
             cut.submitted = True
             if not cut.streamed:
@@ -88,18 +95,40 @@ class DumpWriter:
 
     def _run(self) -> None:
         _yield_to_training()
-        while (cut := self._next()) is not None:
-            error = self._commit(cut)
-            with self._changed:
-                cut.committed = error is None
-                self._last_failed = error is not None
-                if error is not None and cut.error is None:
-                    self._errors.append(error)
-                cut.release()
-                self._pending.popleft()
-                self._changed.notify_all()
+        try:
+            while (cut := self._next()) is not None:
+                self._finish(cut, self._commit(cut))
+        except BaseException as error:
+            # Nobody may be left waiting for a thread that is gone.
+            self._give_up(error)
+        finally:
+            self._committer.close()
+            atexit.unregister(self._at_exit)
 
-        self._committer.close()
+    def _finish(self, cut: Cut, error: DeltaDumpError | None) -> None:
+        with self._changed:
+            cut.committed = error is None
+            self._last_failed = error is not None
+            if error is not None and cut.error is None:
+                self._errors.append(error)
+            cut.release()
+            self._pending.popleft()
+            self._changed.notify_all()
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            self._gave_up = error
+            self._last_failed = True
+            self._errors.append(DeltaDumpError(f"the writer's thread ended: {error!r}"))
+            self._errors[-1].__cause__ = error
+            while self._pending:
+                self._pending.pop().release()
+            self._changed.notify_all()
+
+    def _at_exit(self) -> None:
+        # A daemon thread inside native code when the interpreter ends would abort the process.
+        self.close(wait=False)
+        self._thread.join(_EXIT_SECONDS)
 
     def _next(self) -> Cut | None:
         with self._changed:
@@ -111,26 +140,30 @@ class DumpWriter:
         try:
             manifest = self._committer.commit(cut)
         except DeltaDumpError as error:
-            logger.warning("%s", error)
-            return error
+            failure = error
         except BaseException as error:
             failure = DeltaDumpError(f"the dump of step {cut.step} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
+        else:
+            # Committed on all ranks, whatever a log handler makes of it.
+            with contextlib.suppress(Exception):
+                _log(manifest)
+            return None
+        with contextlib.suppress(Exception):
             logger.warning("%s", failure)
-            return failure
-        if manifest is not None:
-            _log(manifest)
-        return None
+        return failure
 
 
 def _yield_to_training() -> None:
     # Linux has a niceness per thread: encoding must not take a core from the training threads.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _log(manifest: Manifest) -> None:
+def _log(manifest: Manifest | None) -> None:
+    if manifest is None:  # rank 0 has it
+        return
     logger.info(
         "dump step=%d generation=%d: %d upserts, %d deletes, %d bytes; training stood still for "
         "%.1f ms, committed %.0f ms after the step",

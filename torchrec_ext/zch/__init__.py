@@ -5,14 +5,14 @@ Only this folder reads TorchRec's private managed-collision attributes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrec_ext._lazy import lazy_attributes
 from torchrec_ext.zch.routing import NO_ID, ShardRouting
 
 if TYPE_CHECKING:
     from torchrec_ext.zch.binding import RowBinding
-    from torchrec_ext.zch.discovery import ZchTable, find_zch_tables
+    from torchrec_ext.zch.discovery import ZchTable, find_zch_tables, has_unsharded_zch
     from torchrec_ext.zch.sharders import (
         ZchEmbeddingBagCollectionSharder,
         ZchEmbeddingCollectionSharder,
@@ -28,20 +28,19 @@ __all__ = [
     "ZchTable",
     "ZchWatch",
     "find_zch_tables",
+    "has_unsharded_zch",
 ]
 
-_resolve = lazy_attributes(
-    __name__,
-    {
-        "RowBinding": "torchrec_ext.zch.binding",
-        "ZchEmbeddingBagCollectionSharder": "torchrec_ext.zch.sharders",
-        "ZchEmbeddingCollectionSharder": "torchrec_ext.zch.sharders",
-        "ZchTable": "torchrec_ext.zch.discovery",
-        "ZchWatch": "torchrec_ext.zch.watch",
-        "find_zch_tables": "torchrec_ext.zch.discovery",
-    },
-)
-
-
-def __getattr__(name: str) -> Any:
-    return _resolve(name)
+if not TYPE_CHECKING:  # a type checker reads the imports above
+    __getattr__ = lazy_attributes(
+        __name__,
+        {
+            "RowBinding": "torchrec_ext.zch.binding",
+            "ZchEmbeddingBagCollectionSharder": "torchrec_ext.zch.sharders",
+            "ZchEmbeddingCollectionSharder": "torchrec_ext.zch.sharders",
+            "ZchTable": "torchrec_ext.zch.discovery",
+            "ZchWatch": "torchrec_ext.zch.watch",
+            "find_zch_tables": "torchrec_ext.zch.discovery",
+            "has_unsharded_zch": "torchrec_ext.zch.discovery",
+        },
+    )

@@ -48,13 +48,16 @@ class RowBinding:
         ordered = (sorted_ids[1:] > sorted_ids[:-1]) | (sorted_ids[1:] == NO_ID)
         self._intact = named[:-1].all() & ordered.all()
 
-    def catch_up(self) -> torch.Tensor | None:
+    def catch_up(self, *, force: bool = False) -> torch.Tensor | None:
         """Notices a map that was changed by anything but an eviction, such as ``load_state_dict``.
+
+        Args:
+            force: look even if PyTorch counts no write to the map.
 
         Returns:
             The local rows whose owner changed, int64, or None if the map is as it was seen last.
         """
-        if self._map_version() == self._seen:
+        if self._map_version() == self._seen and not force:
             return None
         before = self.raw_ids.clone()
         self.refresh()

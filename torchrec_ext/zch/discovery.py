@@ -21,13 +21,10 @@ from torchrec_ext.zch.routing import ShardRouting
 
 logger = logging.getLogger(__name__)
 
-# Wrappers that put a module of their own between the model and its parts, and that part's name.
-_WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
-    (DistributedModelParallel, "_dmp_wrapped_module"),
-    (DistributedDataParallel, "module"),
-)
+# What wrappers (DistributedDataParallel, torch.compile) call the module they put themselves around.
+_DDP = "module"
 
-_COMPILED = "_orig_mod"  # what torch.compile puts in between
+_COMPILED = "_orig_mod"
 
 # Fused optimizers that move rows which were not looked up: a lookup cannot tell which.
 _MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD"}
@@ -134,7 +131,11 @@ def _managed_collision_modules(
     if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
         yield path, module
         return
-    hidden = {part for kind, part in _WRAPPERS if isinstance(module, kind)} | {_COMPILED}
+    hidden = {_COMPILED}
+    if isinstance(module, DistributedModelParallel):
+        hidden.add(internals.wrapped_name(module))
+    elif isinstance(module, DistributedDataParallel):
+        hidden.add(_DDP)
     for name, child in module.named_children():
         child_path = path if name in hidden else f"{path}.{name}" if path else name
         yield from _managed_collision_modules(child, child_path)

@@ -1,7 +1,7 @@
 """Every private TorchRec attribute this package reads, each behind a function.
 
-Checked against TorchRec 1.8 and 1.9. A missing attribute raises ``TorchRecVersionError`` when a
-table is looked for, not an ``AttributeError`` in the middle of training.
+Checked against TorchRec 1.8 and 1.9. A missing attribute raises ``TorchRecVersionError``, which names
+it: nearly always when tables are looked for, at the latest in the first step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
@@ -36,6 +37,13 @@ def _unknown(owner: object, what: str) -> TorchRecVersionError:
         f"{type(owner).__name__} of torchrec {torchrec.__version__} has no {what}; "
         f"torchrec_ext was checked against torchrec {_CHECKED}"
     )
+
+
+def wrapped_name(model: DistributedModelParallel) -> str:
+    """The attribute under which ``DistributedModelParallel`` keeps the model it wraps."""
+    name = "_dmp_wrapped_module"
+    _private(model, name)
+    return name
 
 
 def collision_modules(
@@ -122,7 +130,9 @@ def pools(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
 
 def divides_by_length(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
     """Whether the pooled output is divided by bag lengths, as it is if any table pools by MEAN."""
-    return pools(module) and bool(_private(module._embedding_module, "_has_mean_pooling_callback"))
+    return pools(module) and bool(
+        _private(_private(module, "_embedding_module"), "_has_mean_pooling_callback")
+    )
 
 
 def output_dtype(tbe: nn.Module) -> torch.dtype:

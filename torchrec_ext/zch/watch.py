@@ -38,7 +38,7 @@ class ZchWatch:
     """
 
     def __init__(self, module: BaseShardedManagedCollisionEmbeddingCollection) -> None:
-        self._module = module
+        self.module = module
         self._listeners: list[ZchListener] = []
         self.bindings: dict[str, RowBinding] = {
             name: RowBinding(mcm)
@@ -74,7 +74,8 @@ class ZchWatch:
         self._listeners.remove(listener)
         if self._listeners:
             return
-        attributes = vars(self._module)
+        self.bindings.clear()  # where our hook has to stay, inside another's, it holds no memory
+        attributes = vars(self.module)
         del attributes[_ATTRIBUTE]
         # If someone else wrapped compute after us, our hook stays inside theirs and does nothing.
         if attributes.get("compute") is self._hook:
@@ -82,10 +83,14 @@ class ZchWatch:
             if self._before is not None:
                 attributes["compute"] = self._before
 
-    def catch_up(self) -> None:
-        """Reports rows whose owner was changed by anything but an eviction."""
+    def catch_up(self, *, force: bool = False) -> None:
+        """Reports rows whose owner was changed by anything but an eviction.
+
+        Args:
+            force: look at maps, too, that PyTorch counts no write to, as one through ``.data``.
+        """
         for table, binding in self.bindings.items():
-            changed = binding.catch_up()
+            changed = binding.catch_up(force=force)
             if changed is not None:
                 self._report(table, changed)
 
@@ -111,7 +116,7 @@ class ZchWatch:
         self, tables: Sequence[str], rows: Sequence[torch.Tensor], _gradient: torch.Tensor
     ) -> None:
         # Whoever watches now: the listeners may have changed since the lookup.
-        watch = vars(self._module).get(_ATTRIBUTE)
+        watch = vars(self.module).get(_ATTRIBUTE)
         if watch is not None:
             for table, touched in zip(tables, rows, strict=True):
                 watch._report(table, touched)
