@@ -15,9 +15,8 @@ T = TypeVar("T")
 
 
 # What another rank's error may be raised as; anything else is a RuntimeError that names it.
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, DeltaLogError, OSError, *OSError.__subclasses__())
-}
+_RAISED: tuple[type[Exception], ...] = (ValueError, DeltaLogError, OSError, *OSError.__subclasses__())
+_KINDS = {kind.__name__: kind for kind in _RAISED}
 
 
 def private_group(
