@@ -30,16 +30,18 @@ def test_an_arena_packs_matrices_into_chunks_and_gives_them_back() -> None:
 def test_a_request_beyond_the_limit_waits_until_chunks_come_back() -> None:
     pool = BufferPool(CHUNK_BYTES, pin_memory=False)
     held = pool.acquire()
-    got = threading.Event()
+    asking, order = threading.Event(), []
 
     def ask() -> None:
+        asking.set()
         pool.acquire()
-        got.set()
+        order.append("acquired")
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert not got.is_set()
+    asking.wait()
+    order.append("released")
     pool.release([held])
-    assert got.wait(30)
-    thread.join()
+    thread.join(30)
+    assert order == ["released", "acquired"]
     assert pool.handed_out == 1
