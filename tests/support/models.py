@@ -40,7 +40,12 @@ POLICIES = {
     "lru": partial(LRU_EvictionPolicy, decay_exponent=1.0),
     "distance_lfu": partial(DistanceLFU_EvictionPolicy, decay_exponent=1.0),
 }
-OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    # On CPU only under reset_evicted_optimizer_state: without it, evictions fail.
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ it: nearly always when tables are looked for, at the latest in the first step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,9 +107,25 @@ def local_weight(tbe: nn.Module, index: int) -> torch.Tensor:
     return _private(tbe, "split_embedding_weights")()[index]
 
 
+def optimizer_states(tbe: nn.Module) -> list[list[torch.Tensor]]:
+    """The optimizer state tensors of each table of a TBE, views with one entry or row per table row."""
+    states = _private(tbe, "split_optimizer_states")()
+    return states or [[] for _ in _private(tbe, "split_embedding_weights")()]  # SGD has none
+
+
+RESET_ROWS = "reset_embedding_weight_momentum"
+"""The method of a TBE that TorchRec calls at each eviction, with ``pruned_indices`` (local rows),
+``pruned_indices_offsets`` (where each table's begin), ``logical_table_ids`` and ``buffer_ids``."""
+
+
 def can_reset_rows(tbe: nn.Module) -> bool:
     """Whether the TBE can reset evicted rows: fused kernels can, dense ones cannot."""
-    return hasattr(tbe, "reset_embedding_weight_momentum")
+    return hasattr(tbe, RESET_ROWS)
+
+
+def row_reset(tbe: nn.Module) -> Callable[..., None]:
+    """The TBE's own ``RESET_ROWS``."""
+    return _private(tbe, RESET_ROWS)
 
 
 def optimizer_name(tbe: nn.Module) -> str:
