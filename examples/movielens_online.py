@@ -36,10 +36,12 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tqdm import tqdm
 
+from torchrec_ext.checkpoint import reset_evicted_optimizer_state
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 from torchrec_ext.zch import ZchEmbeddingBagCollectionSharder
 
@@ -97,7 +99,7 @@ def collision_module(num_rows: int, num_ids: int) -> MCHManagedCollisionModule:
 def shard(model: Recommender) -> DistributedModelParallel:
     """Spreads the tables over the ranks, as TorchRec's own planner sees fit."""
     # Fused: the tables are updated within the backward pass.
-    apply_optimizer_in_backward(torch.optim.Adagrad, model.mc.parameters(), {"lr": 0.1})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.mc.parameters(), {"lr": 0.1})
     sharders = [ZchEmbeddingBagCollectionSharder()]
     return DistributedModelParallel(model, device=CPU, sharders=sharders)
 
@@ -118,6 +120,7 @@ def train(
     predictions = []
 
     with (
+        reset_evicted_optimizer_state(model),  # who takes over a row does not inherit its accumulator
         DeltaDumper(model, deltas, interval_steps=interval_steps) as dumper,
         tqdm(starts, unit="batch", disable=True if rank else None) as bar,  # None: on a terminal
     ):

@@ -12,6 +12,8 @@ from torch import nn
 from tests.support.models import Spec, Table, answers, build, keyed, loss_of, one_table
 from tests.support.workers import run_on
 from torchrec_ext.checkpoint import reset_evicted_optimizer_state
+from torchrec_ext.delta import DeltaDumper
+from torchrec_ext.errors import UnsupportedTableError
 from torchrec_ext.zch import find_zch_tables, internals
 
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad"]
@@ -150,3 +152,16 @@ def _handles() -> None:
 
 def test_the_last_handle_to_go_restores_the_kernel() -> None:
     run_on(1, _handles)
+
+
+def _dense() -> None:
+    model = build(one_table(kernel="dense"))
+    with pytest.raises(UnsupportedTableError, match=r"mc\.t0: a dense compute kernel.*'fused'"):
+        reset_evicted_optimizer_state(model)
+    with pytest.raises(UnsupportedTableError, match=r"mc\.t0: a dense compute kernel.*'fused'"):
+        DeltaDumper(model, "unused", interval_steps=1)
+
+
+@ranks
+def test_dense_kernels_are_refused_with_what_to_use_instead(world_size: int) -> None:
+    run_on(world_size, _dense)

@@ -75,6 +75,7 @@ class Spec:
     in_place: bool = True
     dtype: str = "FP32"
     output_dtype: str = "FP32"
+    kernel: str = "fused"
     learning_rate: float = 0.5
     seed: int = 0
 
@@ -120,7 +121,7 @@ def build(spec: Spec) -> DistributedModelParallel:
         {
             name: construct_module_sharding_plan(
                 getattr(model, name),
-                {t.name: row_wise(compute_kernel="fused") for t in tables},
+                {t.name: row_wise(compute_kernel=spec.kernel) for t in tables},
                 sharder=sharder,
                 world_size=dist.get_world_size(),
                 local_size=dist.get_world_size(),
