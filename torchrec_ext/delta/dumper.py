@@ -267,11 +267,12 @@ class DeltaDumper:
         self, tables: list[ZchTable], *, publish_all: bool, held: dict[str, NDArray[np.int64]]
     ) -> None:
         for table in tables:
-            listener = next((k for w, k in self._watches if w.module is table.module), None)
-            if listener is None:
+            joined = next((pair for pair in self._watches if pair[0].module is table.module), None)
+            if joined is None:
                 listener = _Listener()
-                self._watches.append((ZchWatch.attach(table.module, listener), listener))
-            watch = self._watches[-1][0]
+                joined = ZchWatch.attach(table.module, listener), listener
+                self._watches.append(joined)
+            watch, listener = joined
             tracker = ZchTracker(
                 table,
                 watch.bindings[table.name],
