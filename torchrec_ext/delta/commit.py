@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.cut import NO_KEYS, Cut, PieceStream, TableDelta
+from torchrec_ext.delta.cut import NO_KEYS, Cut, TableDelta
 from torchrec_ext.delta.manifest import (
     MANIFEST_NAME,
     DumpId,
@@ -94,8 +94,7 @@ class Committer:
         dump = DumpId(self._generation, cut.step)
         path = self._directory / dump.directory
         if self._lost_rank:  # the last dump may be committed, so its files must stay as they are
-            if isinstance(cut.deltas, PieceStream):
-                cut.deltas.discard()
+            cut.discard()
             raise RuntimeError("another rank is gone since an earlier dump")
         self._own_files = []
         files, error = None, cut.error
@@ -104,8 +103,8 @@ class Committer:
                 files = self._write(path, cut)
             except Exception as caught:
                 error = caught
-        if isinstance(cut.deltas, PieceStream) and files is None:
-            cut.deltas.discard()
+        if files is None:
+            cut.discard()
         try:
             manifest = self._agree(dump, path, cut, _Vote(dump, files, _describe(error)))
         except DeltaDumpError as refused:
@@ -180,16 +179,10 @@ class Committer:
         votes = self._exchange(vote)
         if any(v.dump != dump for v in votes):
             steps = ", ".join(f"{v.dump.step} on rank {rank}" for rank, v in enumerate(votes))
-            raise DeltaDumpError(
-                f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
-                f"All ranks must dump the same steps, but dumped step {steps}"
-            )
+            raise _refused(dump, f"All ranks must dump the same steps, but dumped step {steps}")
         failed = [f"rank {rank}: {v.error}" for rank, v in enumerate(votes) if v.files is None]
         if failed:
-            raise DeltaDumpError(
-                f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
-                + "; ".join(failed)
-            )
+            raise _refused(dump, "; ".join(failed))
         manifest = None
         error = None
         if self._rank == 0:
@@ -202,10 +195,8 @@ class Committer:
                 self._sync_directories(path)
         committed = self._exchange(_Vote(dump, None, _describe(error)))[0]
         if committed.error is not None:
-            raise DeltaDumpError(
-                f"the dump of step {dump.step} was not committed; its rows go out with the next one. "
-                f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
-            ) from error
+            why = f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
+            raise _refused(dump, why) from error
         return manifest
 
     def _sync_directories(self, path: Path) -> None:
@@ -246,8 +237,8 @@ class Committer:
         for delta in cut.deltas:
             # without() copies the vectors: the cut's memory goes back to the pool.
             owned = delta.without(NO_KEYS)
-            unsaid = self._uncommitted.get(delta.fqn)
-            self._uncommitted[delta.fqn] = unsaid.without(delta.keys).plus(owned) if unsaid else owned
+            before = self._uncommitted.get(delta.fqn)
+            self._uncommitted[delta.fqn] = before.without(delta.keys).plus(owned) if before else owned
 
     def _remove_own_files(self) -> None:
         # Its own only: where two trainers share a directory by mistake, the other's stay.
@@ -261,6 +252,12 @@ class Committer:
             with contextlib.suppress(OSError):  # not empty yet: another rank comes after us
                 self._abandoned.rmdir()
             self._abandoned = None
+
+
+def _refused(dump: DumpId, why: str) -> DeltaDumpError:
+    return DeltaDumpError(
+        f"the dump of step {dump.step} was not committed; its rows go out with the next one. {why}"
+    )
 
 
 def _describe(error: BaseException | None) -> str | None:

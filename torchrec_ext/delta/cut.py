@@ -181,6 +181,11 @@ class Cut:
         """How long the training thread stood still for it, so far if it still does."""
         return (self.resumed or time.perf_counter()) - self.began
 
+    def discard(self) -> None:
+        """Takes what is left of a stream that will not be written, so that nobody waits for it."""
+        if isinstance(self.deltas, PieceStream):
+            self.deltas.discard()
+
     def release(self) -> None:
         """Gives its memory back."""
         if self.arena is not None:

@@ -6,7 +6,7 @@ it: nearly always when tables are looked for, at the latest in the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,11 +121,6 @@ RESET_ROWS = "reset_embedding_weight_momentum"
 def can_reset_rows(tbe: nn.Module) -> bool:
     """Whether the TBE can reset evicted rows: fused kernels can, dense ones cannot."""
     return hasattr(tbe, RESET_ROWS)
-
-
-def row_reset(tbe: nn.Module) -> Callable[..., None]:
-    """The TBE's own ``RESET_ROWS``."""
-    return _private(tbe, RESET_ROWS)
 
 
 def optimizer_name(tbe: nn.Module) -> str:

@@ -10,8 +10,7 @@ from torch import nn
 from torchrec_ext.errors import UnsupportedTableError
 from torchrec_ext.zch import internals
 from torchrec_ext.zch.discovery import find_zch_tables
-
-_ATTRIBUTE = "_torchrec_ext_reset"
+from torchrec_ext.zch.hook import SharedHook
 
 
 def reset_evicted_optimizer_state(model: nn.Module) -> OptimizerStateReset:
@@ -81,39 +80,15 @@ class OptimizerStateReset:
         self.remove()
 
 
-class _ResetHook:
+class _ResetHook(SharedHook[OptimizerStateReset]):
     """Stands in for the method of a TBE that TorchRec calls at each eviction."""
 
     def __init__(self, tbe: nn.Module) -> None:
+        super().__init__(tbe, internals.RESET_ROWS)
         self._tbe = tbe
-        self._handles: list[OptimizerStateReset] = []
-        self._original = internals.row_reset(tbe)
-        self._before = vars(tbe).get(internals.RESET_ROWS)
-        self._hook = self.reset
-        vars(tbe)[internals.RESET_ROWS] = self._hook
-
-    @classmethod
-    def join(cls, tbe: nn.Module, handle: OptimizerStateReset) -> _ResetHook:
-        hook = vars(tbe).get(_ATTRIBUTE)
-        if hook is None:
-            hook = vars(tbe)[_ATTRIBUTE] = cls(tbe)
-        hook._handles.append(handle)
-        return hook
-
-    def leave(self, handle: OptimizerStateReset) -> None:
-        self._handles.remove(handle)
-        if self._handles:
-            return
-        attributes = vars(self._tbe)
-        del attributes[_ATTRIBUTE]
-        # If someone else wrapped the method after us, our hook stays inside theirs and only passes on.
-        if attributes.get(internals.RESET_ROWS) is self._hook:
-            del attributes[internals.RESET_ROWS]
-            if self._before is not None:
-                attributes[internals.RESET_ROWS] = self._before
 
     @torch.no_grad()
-    def reset(
+    def __call__(
         self,
         pruned_indices: torch.Tensor,
         pruned_indices_offsets: torch.Tensor,
@@ -122,10 +97,10 @@ class _ResetHook:
     ) -> None:
         """See ``SplitTableBatchedEmbeddingBagsCodegen.reset_embedding_weight_momentum``."""
         on_cpu = pruned_indices.device.type == "cpu"
-        if not on_cpu or not self._handles:
+        if not on_cpu or not self._users:
             # On CPU it does nothing, or (row-wise Adagrad) fails for want of a kernel.
             self._original(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
-        if not self._handles:
+        if not self._users:
             return
         states = internals.optimizer_states(self._tbe)
         bounds = pruned_indices_offsets.tolist()

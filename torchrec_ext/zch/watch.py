@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,8 +15,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from torchrec_ext.zch import internals
 from torchrec_ext.zch.binding import RowBinding
-
-_ATTRIBUTE = "_torchrec_ext_watch"
+from torchrec_ext.zch.hook import SharedHook
 
 
 class ZchListener(Protocol):
@@ -26,7 +25,7 @@ class ZchListener(Protocol):
         """Local rows (int64, on the table's device, repeats possible) whose vector may have changed."""
 
 
-class ZchWatch:
+class ZchWatch(SharedHook[ZchListener]):
     """The one hook on a sharded managed-collision module, shared by all that listen to it.
 
     It stands in for the module's ``compute``, where TorchRec remaps ids, resets evicted rows and
@@ -38,8 +37,8 @@ class ZchWatch:
     """
 
     def __init__(self, module: BaseShardedManagedCollisionEmbeddingCollection) -> None:
+        super().__init__(module, "compute")
         self.module = module
-        self._listeners: list[ZchListener] = []
         self.bindings: dict[str, RowBinding] = {
             name: RowBinding(mcm)
             for name, mcm in internals.collision_modules(module).items()
@@ -52,36 +51,19 @@ class ZchWatch:
                 strict=True,
             )
         )
-        self._before: Callable[..., list[torch.Tensor]] | None = vars(module).get("compute")
-        self._compute = module.compute
-        self._hook = self.compute
-        module.compute = self._hook
 
     @classmethod
     def attach(
         cls, module: BaseShardedManagedCollisionEmbeddingCollection, listener: ZchListener
     ) -> ZchWatch:
         """Joins the watch on a module, putting it there if this is the first listener."""
-        watch = vars(module).get(_ATTRIBUTE)
-        if watch is None:
-            watch = cls(module)
-            vars(module)[_ATTRIBUTE] = watch
-        watch._listeners.append(listener)
-        return watch
+        return cls.join(module, listener)
 
     def detach(self, listener: ZchListener) -> None:
         """Leaves the watch; the last to leave restores the module's own ``compute``."""
-        self._listeners.remove(listener)
-        if self._listeners:
-            return
-        self.bindings.clear()  # where our hook has to stay, inside another's, it holds no memory
-        attributes = vars(self.module)
-        del attributes[_ATTRIBUTE]
-        # If someone else wrapped compute after us, our hook stays inside theirs and does nothing.
-        if attributes.get("compute") is self._hook:
-            del attributes["compute"]
-            if self._before is not None:
-                attributes["compute"] = self._before
+        self.leave(listener)
+        if not self._users:
+            self.bindings.clear()  # where our hook has to stay, inside another's, it holds no memory
 
     def catch_up(self, *, force: bool = False) -> None:
         """Reports rows whose owner was changed by anything but an eviction.
@@ -94,12 +76,12 @@ class ZchWatch:
             if changed is not None:
                 self._report(table, changed)
 
-    def compute(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
+    def __call__(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
         """Stands in for the module's ``compute``: calls it, then reports what it did."""
-        if not self._listeners:
-            return self._compute(ctx, dist_input)
+        if not self._users:
+            return self._original(ctx, dist_input)
         self.catch_up()
-        outputs = self._compute(ctx, dist_input)
+        outputs = self._original(ctx, dist_input)
         for table, rows in internals.evicted_rows(ctx).items():
             if rows is not None and table in self.bindings:
                 self._report(table, rows)
@@ -116,14 +98,14 @@ class ZchWatch:
         self, tables: Sequence[str], rows: Sequence[torch.Tensor], _gradient: torch.Tensor
     ) -> None:
         # Whoever watches now: the listeners may have changed since the lookup.
-        watch = vars(self.module).get(_ATTRIBUTE)
+        watch = ZchWatch.on(self.module)
         if watch is not None:
             for table, touched in zip(tables, rows, strict=True):
                 watch._report(table, touched)
 
     def _report(self, table: str, rows: torch.Tensor) -> None:
         rows = rows.long()
-        for listener in self._listeners:
+        for listener in self._users:
             listener.rows_touched(table, rows)
 
 
