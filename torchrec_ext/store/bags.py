@@ -1,0 +1,37 @@
+"""The bags of ids that a lookup pools, and the form of them that lookup and update share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Which rows are pooled into which bag.
+
+    Bags are batch-major: bag ``b * num_features + f`` is that of feature ``f`` and example ``b``, so that
+    what a lookup pools is the ``[batch_size, num_features * dim]`` of TorchRec's ``KeyedTensor`` as it is.
+
+    Attributes:
+        rows: the row of each id, int64 ``[n]``, bag by bag.
+        offsets: where each bag begins and the last one ends, int64 ``[batch_size * num_features + 1]``.
+        batch_size: the number of examples.
+        num_features: the number of features.
+        scale: what each row is multiplied with before it is added up (weights, and one over the
+            length of a bag that is averaged), float32 ``[n]``; None: 1.
+        bag_size: the number of ids of every bag, if they all have the same.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    batch_size: int
+    num_features: int
+    scale: torch.Tensor | None = None
+    bag_size: int | None = None
+
+    @property
+    def num_bags(self) -> int:
+        """The number of bags."""
+        return self.batch_size * self.num_features

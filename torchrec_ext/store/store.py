@@ -1,0 +1,260 @@
+"""``Store``: what every place for rows can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from typing_extensions import Self
+
+from torchrec_ext.store.optimizers import StoreOptimizer
+from torchrec_ext.store.tables import Table
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they were read, and what is needed to tell later whether they changed.
+
+    Attributes:
+        keys: int64 ``[n]``.
+        rows: float32 ``[n, dim]``.
+        versions: int64 ``[n]``: the store's clock when a row was written last; of keys without a row,
+            -1. A row that is given to another key counts as written.
+    """
+
+    keys: torch.Tensor
+    rows: torch.Tensor
+    versions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """One table at one moment.
+
+    Attributes:
+        table: what it is.
+        optimizer: the optimizer whose state ``slots`` holds.
+        keys: int64 ``[n]``, ascending.
+        weight: float32 ``[n, dim]``.
+        slots: the optimizer state by slot name, float32 ``[n, 1]`` or ``[n, dim]``.
+        versions: the store's clock when each row was written last, int64 ``[n]``.
+        frequencies: how often each key of a dynamic table was looked up in training, int64 ``[n]``.
+        last_used: the step at which it was last, int64 ``[n]``.
+        candidates: keys that wait to be admitted, int64 ``[m]``.
+        candidate_counts: how often each of them was seen, int64 ``[m]``.
+    """
+
+    table: Table
+    optimizer: StoreOptimizer
+    keys: torch.Tensor
+    weight: torch.Tensor
+    slots: dict[str, torch.Tensor]
+    versions: torch.Tensor
+    frequencies: torch.Tensor | None = None
+    last_used: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
+    candidate_counts: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StoreSnapshot:
+    """All tables at one moment.
+
+    Attributes:
+        clock: the store's clock, which counts its updates.
+        step: the largest step number that an update brought.
+        tables: by name.
+    """
+
+    clock: int
+    step: int
+    tables: dict[str, TableSnapshot] = field(default_factory=dict)
+
+
+class Store(ABC):
+    """Tables of rows, each with its optimizer state.
+
+    Keys and rows are tensors on the store's device, the CPU unless the store says otherwise. A store may
+    be used from any thread. A read sees every update that this process issued before it, waited for or
+    not. A row and its optimizer state are allocated and initialised together, and an update changes them
+    together: no reader, snapshot or other process sees one without the other.
+
+    Every method that takes keys raises ``KeyError`` for a table that is not there and ``ValueError`` for
+    keys that are not int64 or, in a dense table, out of its range; nothing was read or written then.
+    """
+
+    @property
+    @abstractmethod
+    def tables(self) -> Mapping[str, Table]:
+        """The tables by name."""
+
+    @abstractmethod
+    def create_tables(self, tables: Sequence[Table], optimizer: StoreOptimizer) -> list[str]:
+        """Makes tables that share an optimizer, or finds them.
+
+        Tables of one dimension that are created together lie together, so that one lookup can serve all.
+
+        Returns:
+            The names of those that were made just now, and hold initial rows; the others were there.
+
+        Raises:
+            ValueError: a table of the name is there, but another one.
+        """
+
+    @abstractmethod
+    def optimizer(self, table: str) -> StoreOptimizer:
+        """The optimizer whose state a table holds."""
+
+    @abstractmethod
+    def set_optimizer(self, tables: Iterable[str], optimizer: StoreOptimizer) -> None:
+        """Changes the optimizer of tables; state of another kind makes room for initial state.
+
+        Tables that were created together change together: the other tables' names must be there too.
+        """
+
+    @abstractmethod
+    def pull(self, table: str, keys: torch.Tensor, *, admit: bool = False) -> torch.Tensor:
+        """Reads rows.
+
+        Args:
+            table: the table's name.
+            keys: int64 ``[n]``, repeats allowed.
+            admit: whether this is a lookup in training, which counts for a dynamic table's filter.
+
+        Returns:
+            float32 ``[n, dim]``; keys of a dynamic table without a row get the default row.
+        """
+
+    @abstractmethod
+    def pull_many(
+        self, requests: Sequence[tuple[str, torch.Tensor]], *, admit: bool = False
+    ) -> list[Rows]:
+        """Reads rows of several tables in one go, and when they were written last.
+
+        Args:
+            requests: tables and keys, int64 ``[n]`` each.
+            admit: as for ``pull``.
+        """
+
+    @abstractmethod
+    def refresh_many(self, held: Sequence[tuple[str, Rows]], *, admit: bool = False) -> int:
+        """Brings rows that were read earlier up to date, in place.
+
+        Only rows written since are read again.
+
+        Args:
+            held: tables and what ``pull_many`` read of them.
+            admit: as for ``pull``; the lookup counts now.
+
+        Returns:
+            How many rows were read again.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        table: str,
+        keys: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> None:
+        """Applies gradients by the table's optimizer.
+
+        Args:
+            table: the table's name.
+            keys: int64 ``[n]``; gradients of a key that occurs several times are added up. Keys of a
+                dynamic table without a row are left out.
+            grads: float32 ``[n, dim]``.
+            step: the update's number, from 1.
+            lr: the learning rate, by default the optimizer's.
+        """
+
+    @abstractmethod
+    def update_many(
+        self,
+        requests: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> None:
+        """Applies gradients to several tables in one go; see ``update``."""
+
+    @abstractmethod
+    def update_async(
+        self,
+        table: str,
+        keys: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> Future[None]:
+        """Hands an update over, and returns at once; the tensors must not change any more.
+
+        Returns:
+            Its ``result()`` waits for the update and raises what went wrong. An error that nobody asks
+            for is raised by ``drain``, which every read calls.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for all asynchronous updates of this process.
+
+        Raises:
+            RuntimeError: one failed; the cause is chained.
+        """
+
+    @abstractmethod
+    def read(self, table: str, keys: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Rows and their optimizer state, float32 ``[n, dim]`` and ``[n, 1]`` or ``[n, dim]`` by slot."""
+
+    @abstractmethod
+    def write(
+        self,
+        table: str,
+        keys: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        slots: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Overwrites rows, their optimizer state, or both.
+
+        Args:
+            table: the table's name.
+            keys: int64 ``[n]``, no repeats. Keys of a dynamic table without a row are admitted, with
+                initial values for what is not given.
+            rows: float32 ``[n, dim]``.
+            slots: by slot name, float32 ``[n, 1]`` or ``[n, dim]``.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> StoreSnapshot:
+        """A copy of everything at one moment, while others go on updating."""
+
+    @abstractmethod
+    def restore(self, snapshot: StoreSnapshot) -> None:
+        """Puts everything back to a snapshot of the same tables and optimizers.
+
+        Raises:
+            ValueError: the tables differ; nothing was changed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what is under way and lets go of memory, files and connections; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
