@@ -21,3 +21,7 @@ class DeltaLogError(RuntimeError):
 
 class DeltaDumpError(RuntimeError):
     """A dump was not committed. Its rows are kept and go out with the next dump that succeeds."""
+
+
+class StoreError(RuntimeError):
+    """A store cannot be opened or reached, or its files are damaged; the message names the file or address."""

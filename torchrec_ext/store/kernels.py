@@ -30,9 +30,7 @@ def batch_major(
     order = torch.cat(bags) if bags else order
     offsets = torch.zeros(len(bags) + 1, dtype=torch.int64, device=rows.device)
     torch.cumsum(lengths.view(num_features, batch_size).t().reshape(-1), 0, out=offsets[1:])
-    return Bags(
-        rows[order], offsets, batch_size, num_features, None if scale is None else scale[order]
-    )
+    return Bags(rows[order], offsets, batch_size, num_features, None if scale is None else scale[order])
 
 
 def pool(weight: torch.Tensor, bags: Bags) -> torch.Tensor:

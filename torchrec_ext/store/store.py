@@ -131,17 +131,29 @@ class Store(ABC):
 
     @abstractmethod
     def pull_many(
-        self, requests: Sequence[tuple[str, torch.Tensor]], *, admit: bool = False
+        self,
+        requests: Sequence[tuple[str, torch.Tensor]],
+        *,
+        admit: bool = False,
+        counts: Sequence[torch.Tensor] | None = None,
     ) -> list[Rows]:
         """Reads rows of several tables in one go, and when they were written last.
 
         Args:
             requests: tables and keys, int64 ``[n]`` each.
             admit: as for ``pull``.
+            counts: how often each key was looked up, int64 ``[n]`` each; by default once each time it
+                is given.
         """
 
     @abstractmethod
-    def refresh_many(self, held: Sequence[tuple[str, Rows]], *, admit: bool = False) -> int:
+    def refresh_many(
+        self,
+        held: Sequence[tuple[str, Rows]],
+        *,
+        admit: bool = False,
+        counts: Sequence[torch.Tensor] | None = None,
+    ) -> int:
         """Brings rows that were read earlier up to date, in place.
 
         Only rows written since are read again.
@@ -149,6 +161,7 @@ class Store(ABC):
         Args:
             held: tables and what ``pull_many`` read of them.
             admit: as for ``pull``; the lookup counts now.
+            counts: as for ``pull_many``.
 
         Returns:
             How many rows were read again.

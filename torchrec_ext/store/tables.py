@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ class Uniform:
         return bits.float().mul_((self.high - self.low) / (1 << 24)).add_(self.low)
 
 
-Initializer = Union[Constant, Uniform]
+Initializer = Constant | Uniform
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -137,7 +137,7 @@ class DynamicTable:
         return self.max_rows + 1
 
 
-Table = Union[DenseTable, DynamicTable]
+Table = DenseTable | DynamicTable
 
 
 def _check(name: str, **positive: int) -> None:

@@ -1,0 +1,206 @@
+"""``RowGroup``: the rows of tables of one dimension, one after the other in flat arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrec_ext.store.keys import DynamicKeys
+from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
+from torchrec_ext.store.places import Place
+from torchrec_ext.store.tables import (
+    CHUNK_BYTES,
+    DenseTable,
+    DynamicTable,
+    Table,
+    table_from_json,
+    table_to_json,
+)
+
+
+class RowGroup:
+    """Tables of one dimension that share an optimizer, in flat arrays over all of them.
+
+    Attributes:
+        name: its place's name for it.
+        dim: the embedding dimension.
+        tables: by name, in the order of their rows.
+        first_row: where each table starts. A dense table's row of a key is ``first_row + key -
+            first_key``; a dynamic table's first row is its default row.
+        optimizer: whose state the slots hold.
+        weight: float32 ``[num_rows, dim]``.
+        slots: the optimizer state by slot name, float32 ``[num_rows, 1]`` or ``[num_rows, dim]``.
+        versions: the store's clock when each row was written last, int64 ``[num_rows]``; 0: never;
+            negative: the row belongs to no key since then.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        tables: list[Table],
+        optimizer: StoreOptimizer,
+        *,
+        slots_version: int = 0,
+        create: bool,
+    ) -> None:
+        self._place = place
+        self.name = name
+        self.dim = tables[0].dim
+        self.tables = {table.name: table for table in tables}
+        self.first_row: dict[str, int] = {}
+        self.num_rows = 0
+        for table in tables:
+            self.first_row[table.name] = self.num_rows
+            self.num_rows += table.num_rows
+        self.weight = self._array("weight", self.dim, torch.float32, create=create)
+        self.versions = self._array("versions", 1, torch.int64, create=create).view(-1)
+        self.keys = {
+            table.name: DynamicKeys(table, self._allocator(position, create=create))
+            for position, table in enumerate(tables)
+            if isinstance(table, DynamicTable)
+        }
+        self.optimizer = optimizer
+        self.slots_version = slots_version
+        self.slots: dict[str, torch.Tensor] = {}
+        self._map_slots(create=create)
+        # A lookup gives these for keys without a row; an update must not touch them.
+        self.default_rows = torch.tensor(
+            [self.first_row[name] for name in self.keys], dtype=torch.int64, device=place.device
+        )
+        if create:
+            for table in tables:
+                if isinstance(table, DynamicTable):
+                    self.rows_of(table.name)[0] = table.default_value
+
+    @classmethod
+    def from_json(cls, place: Place, content: dict[str, Any]) -> RowGroup:
+        """The group that ``to_json`` described, in the arrays that are there."""
+        return cls(
+            place,
+            str(content["name"]),
+            [table_from_json(table) for table in content["tables"]],
+            optimizer_from_json(content["optimizer"]),
+            slots_version=int(content["slots_version"]),
+            create=False,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """It as a JSON object."""
+        return {
+            "name": self.name,
+            "tables": [table_to_json(table) for table in self.tables.values()],
+            "optimizer": self.optimizer.to_json(),
+            "slots_version": self.slots_version,
+        }
+
+    def rows_of(self, table: str) -> torch.Tensor:
+        """A table's rows, a view ``[num_rows, dim]`` of the weights."""
+        return self.weight.narrow(0, self.first_row[table], self.tables[table].num_rows)
+
+    def slots_of(self, table: str) -> dict[str, torch.Tensor]:
+        """A table's optimizer state, views ``[num_rows, 1 or dim]`` by slot name."""
+        first, count = self.first_row[table], self.tables[table].num_rows
+        return {name: slot.narrow(0, first, count) for name, slot in self.slots.items()}
+
+    def versions_of(self, table: str) -> torch.Tensor:
+        """When a table's rows were written last, a view ``[num_rows]``."""
+        return self.versions.narrow(0, self.first_row[table], self.tables[table].num_rows)
+
+    def check_keys(self, table: str, keys: torch.Tensor) -> None:
+        """Checks keys of a table.
+
+        Raises:
+            ValueError: they are not int64, not a vector, or out of a dense table's range.
+        """
+        if keys.dtype != torch.int64 or keys.dim() != 1:
+            raise ValueError(f"table {table!r}: keys must be int64 [n], not {keys.dtype} {list(keys.shape)}")
+        described = self.tables[table]
+        if isinstance(described, DenseTable) and len(keys):
+            low, high = (int(bound) for bound in torch.aminmax(keys))
+            first, stop = described.first_key, described.first_key + described.num_rows
+            if low < first or high >= stop:
+                wrong = low if low < first else high
+                raise ValueError(f"table {table!r} has keys {first} to {stop - 1}; got {wrong}")
+
+    def local_rows(self, table: str, keys: torch.Tensor) -> torch.Tensor:
+        """The table's rows of keys that were checked; the default row for those without one."""
+        described = self.tables[table]
+        if isinstance(described, DynamicTable):
+            return self.keys[table].find(keys)
+        return keys - described.first_key if described.first_key else keys
+
+    @torch.no_grad()
+    def initialize_table(self, table: DenseTable) -> None:
+        """Gives every row of a new dense table its initial value."""
+        rows = self.rows_of(table.name)
+        step = max(1, CHUNK_BYTES // (4 * self.dim))
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            first = table.first_key + start
+            keys = torch.arange(first, first + len(chunk), device=rows.device)
+            chunk.copy_(table.initializer.rows(keys, self.dim))
+
+    @torch.no_grad()
+    def initialize_rows(self, table: str, rows: torch.Tensor, clock: int) -> None:
+        """Gives rows that keys of a dynamic table just received their initial weight and state.
+
+        Args:
+            table: the table's name.
+            rows: the table's rows, int64 ``[n]``.
+            clock: the store's clock.
+        """
+        if not len(rows):
+            return
+        keys = self.keys[table].keys_of(rows)
+        self.rows_of(table).index_copy_(0, rows, self.tables[table].initializer.rows(keys, self.dim))
+        for slot in self.optimizer.slots:
+            self.slots_of(table)[slot.name].index_fill_(0, rows, self.optimizer.initial(slot))
+        # Last: a row whose version is not positive is one that a process died over; see `repair`.
+        self.versions_of(table).index_fill_(0, rows, clock)
+
+    def release_rows(self, table: str, rows: torch.Tensor, clock: int) -> None:
+        """Takes note that rows belong to no key any more."""
+        self.versions_of(table).index_fill_(0, rows, -clock)
+
+    def repair(self, clock: int) -> None:
+        """Finishes what a process that died in the middle of a change left undone."""
+        for name, keys in self.keys.items():
+            if not keys.check():
+                keys.rebuild()
+            rows = keys.rows_in_use()
+            fresh = rows[self.versions_of(name)[rows] <= 0]
+            self.initialize_rows(name, fresh, clock)
+
+    def set_optimizer(self, optimizer: StoreOptimizer) -> None:
+        """Changes the optimizer; state of another kind is replaced by initial state."""
+        if optimizer.keeps_state_of(self.optimizer):
+            self.optimizer = optimizer
+            return
+        self.optimizer = optimizer
+        self.slots_version += 1
+        self._map_slots(create=True)
+
+    def drop_old_slots(self) -> None:
+        """Removes the state of an optimizer that was replaced."""
+        if self.slots_version:
+            self._place.drop(f"{self.name}.slots_{self.slots_version - 1}.")
+
+    def _map_slots(self, *, create: bool) -> None:
+        self.slots = {}
+        for slot in self.optimizer.slots:
+            name = f"slots_{self.slots_version}.{slot.name}"
+            array = self._array(name, slot.columns(self.dim), torch.float32, create=create)
+            if create and (value := self.optimizer.initial(slot)) != 0.0:
+                array.fill_(value)
+            self.slots[slot.name] = array
+
+    def _array(self, name: str, columns: int, dtype: torch.dtype, *, create: bool) -> torch.Tensor:
+        return self._place.array(f"{self.name}.{name}", (self.num_rows, columns), dtype, create=create)
+
+    def _allocator(self, position: int, *, create: bool) -> Any:
+        def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return self._place.array(f"{self.name}.keys_{position}.{name}", shape, dtype, create=create)
+
+        return allocate

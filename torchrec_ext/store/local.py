@@ -1,0 +1,490 @@
+"""``LocalStore``: rows in memory that this process can address, its own or shared with others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchrec_ext.store import kernels
+from torchrec_ext.store.bags import Bags
+from torchrec_ext.store.group import RowGroup
+from torchrec_ext.store.moments import check_snapshot, restore_snapshot, take_snapshot
+from torchrec_ext.store.optimizers import StoreOptimizer
+from torchrec_ext.store.places import Place
+from torchrec_ext.store.state import StoreState
+from torchrec_ext.store.store import Rows, Store, StoreSnapshot
+from torchrec_ext.store.tables import DenseTable, Table
+
+# Rows read or written under one lock, so that a long read does not hold up others.
+ROWS_PER_LOCK = 1 << 16
+
+# The versions, in `Rows`, of keys without a row and of rows that were not read yet.
+_NO_ROW, _UNREAD = -1, -2
+
+
+class LocalStore(Store):
+    """A store over one place for its arrays; see ``MemoryStore``, ``SharedMemoryStore``, ``FileStore``.
+
+    Besides what every store can do, it lets lookups and updates run on the rows where they lie: that is
+    the local fast path.
+
+    Args:
+        place: where the arrays are.
+
+    Raises:
+        StoreError: what is there cannot be used.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._state = StoreState(place)
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[None]] = deque()
+
+    # What a store can do
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and rows are."""
+        return self._state.place.device
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """The tables by name."""
+        with self._state.locked(exclusive=False):
+            return {name: self._state.group_of(name).tables[name] for name in self._state.names}
+
+    @property
+    def clock(self) -> int:
+        """Counts the store's changes, of all processes; rows are stamped with it."""
+        return self._state.clock
+
+    def create_tables(
+        self,
+        tables: Sequence[Table],
+        optimizer: StoreOptimizer,
+        *,
+        init_fns: Mapping[str, Callable[[torch.Tensor], Any]] | None = None,
+    ) -> list[str]:
+        """Makes tables that share an optimizer, or finds them; see ``Store.create_tables``.
+
+        Args:
+            tables: the tables.
+            optimizer: whose state they hold.
+            init_fns: by name of a dense table, what fills its rows in place when it is made, instead of
+                its initializer.
+        """
+        if len({table.name for table in tables}) < len(tables):
+            raise ValueError(f"tables of one name: {[table.name for table in tables]}")
+        place = self._state.place
+        with self._state.locked(exclusive=True):
+            missing: dict[int, list[Table]] = {}
+            for table in tables:
+                if table.name not in self._state.names:
+                    missing.setdefault(table.dim, []).append(table)
+                elif (there := self._state.group_of(table.name).tables[table.name]) != table:
+                    raise ValueError(f"the store holds another table of this name: {there}, not {table}")
+            if not missing:
+                return []
+            made: list[RowGroup] = []
+            for dim, members in missing.items():
+                name = f"group_{len(self._state.groups) + len(made)}_dim_{dim}"
+                place.drop(f"{name}.")  # of a process that died
+                group = RowGroup(place, name, members, optimizer, create=True)
+                for table in members:
+                    if not isinstance(table, DenseTable):
+                        continue
+                    if init_fns and table.name in init_fns:
+                        with torch.no_grad():
+                            init_fns[table.name](group.rows_of(table.name))
+                    else:
+                        group.initialize_table(table)
+                made.append(group)
+            self._state.publish([*self._state.groups, *made])
+            return [name for group in made for name in group.tables]
+
+    def optimizer(self, table: str) -> StoreOptimizer:
+        """See ``Store``."""
+        with self._state.locked(exclusive=False):
+            return self._state.group_of(table).optimizer
+
+    def set_optimizer(self, tables: Iterable[str], optimizer: StoreOptimizer) -> None:
+        """See ``Store``."""
+        self.drain()
+        names = set(tables)
+        with self._state.locked(exclusive=True):
+            groups = {id(group): group for group in map(self._state.group_of, names)}
+            for group in groups.values():
+                if left_out := set(group.tables) - names:
+                    raise ValueError(
+                        f"tables {sorted(left_out)} were created together with {sorted(names)} "
+                        "and share their optimizer; change it for all"
+                    )
+            replaced = [group for group in groups.values() if not optimizer.keeps_state_of(group.optimizer)]
+            for group in groups.values():
+                if optimizer != group.optimizer:
+                    group.set_optimizer(optimizer)
+            self._state.publish(self._state.groups)
+            for group in replaced:
+                group.drop_old_slots()
+
+    def pull(self, table: str, keys: torch.Tensor, *, admit: bool = False) -> torch.Tensor:
+        """See ``Store``."""
+        self.drain()
+        with self._state.locked(exclusive=admit):
+            group, rows = self._flat_rows(table, keys, admit=admit)
+            return group.weight.index_select(0, rows)
+
+    def pull_many(
+        self,
+        requests: Sequence[tuple[str, torch.Tensor]],
+        *,
+        admit: bool = False,
+        counts: Sequence[torch.Tensor] | None = None,
+    ) -> list[Rows]:
+        """See ``Store``."""
+        self.drain()
+        self._check(requests)
+        found = []
+        for i, (table, keys) in enumerate(requests):
+            held = Rows(
+                keys,
+                torch.empty(len(keys), self.group_of(table).dim, device=self.device),
+                torch.full_like(keys, _UNREAD),
+            )
+            found.append(held)
+            for start in range(0, len(keys), ROWS_PER_LOCK):
+                piece = slice(start, start + ROWS_PER_LOCK)
+                part = Rows(held.keys[piece], held.rows[piece], held.versions[piece])
+                with self._state.locked(exclusive=admit):
+                    self._refresh(table, part, admit=admit, counts=counts[i][piece] if counts else None)
+        return found
+
+    def refresh_many(
+        self,
+        held: Sequence[tuple[str, Rows]],
+        *,
+        admit: bool = False,
+        counts: Sequence[torch.Tensor] | None = None,
+    ) -> int:
+        """See ``Store``."""
+        self.drain()
+        with self._state.locked(exclusive=admit):
+            return sum(
+                self._refresh(table, rows, admit=admit, counts=counts[i] if counts else None)
+                for i, (table, rows) in enumerate(held)
+            )
+
+    def update(
+        self,
+        table: str,
+        keys: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> None:
+        """See ``Store``."""
+        self.update_many([(table, keys, grads)], step=step, lr=lr)
+
+    def update_many(
+        self,
+        requests: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> None:
+        """See ``Store``."""
+        self.drain()
+        self._update_many(requests, step=step, lr=lr)
+
+    def update_async(
+        self,
+        table: str,
+        keys: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> Future[None]:
+        """See ``Store``."""
+        self._check([(table, keys)])
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="store-update")
+        future = self._worker.submit(self._update_many, [(table, keys, grads)], step=step, lr=lr)
+        self._pending.append(future)
+        return future
+
+    def drain(self) -> None:
+        """See ``Store``."""
+        while self._pending:
+            try:
+                future = self._pending.popleft()
+            except IndexError:  # another thread waits for it
+                return
+            if (error := future.exception()) is not None:
+                raise RuntimeError(f"an asynchronous update of the store failed: {error}") from error
+
+    def read(self, table: str, keys: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See ``Store``."""
+        self.drain()
+        with self._state.locked(exclusive=False):
+            group, rows = self._flat_rows(table, keys)
+            slots = {name: slot.index_select(0, rows) for name, slot in group.slots.items()}
+            return group.weight.index_select(0, rows), slots
+
+    @torch.no_grad()
+    def write(
+        self,
+        table: str,
+        keys: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        slots: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """See ``Store``."""
+        self.drain()
+        with self._state.locked(exclusive=True):
+            group = self._state.group_of(table)
+            group.check_keys(table, keys)
+            if len(torch.unique(keys)) < len(keys):
+                raise ValueError(f"table {table!r}: keys to write must not repeat")
+            targets = [("rows", group.weight, rows)] if rows is not None else []
+            for name, values in (slots or {}).items():
+                if name not in group.slots:
+                    raise ValueError(f"table {table!r} has no slot {name!r}, it has {sorted(group.slots)}")
+                targets.append((f"slot {name!r}", group.slots[name], values))
+            for what, array, values in targets:
+                if values.shape != (expected := (len(keys), array.shape[1])):
+                    raise ValueError(
+                        f"table {table!r}: {what} must be {list(expected)}, not {list(values.shape)}"
+                    )
+            with self._state.writing() as clock:
+                if table in group.keys:
+                    local, new = group.keys[table].admit(keys)
+                    group.initialize_rows(table, new, clock)
+                else:
+                    local = group.local_rows(table, keys)
+                flat = local + group.first_row[table]
+                for _, array, values in targets:
+                    array.index_copy_(0, flat, values.to(array.dtype))
+                group.versions.index_fill_(0, flat, clock)
+
+    def evict_unused(self, table: str, steps: int) -> int:
+        """Evicts keys of a dynamic table that were not looked up in training for ``steps`` steps.
+
+        Returns:
+            How many.
+        """
+        self.drain()
+        with self._state.writing() as clock:
+            group = self._state.group_of(table)
+            if table not in group.keys:
+                raise ValueError(f"table {table!r} is dense: every key has a row")
+            keys = group.keys[table]
+            rows = keys.unused_since(self._state.step - steps)
+            keys.evict(rows)
+            group.release_rows(table, rows, clock)
+            return len(rows)
+
+    # The local fast path
+
+    def group_of(self, table: str) -> RowGroup:
+        """The group that a table's rows are in."""
+        with self._state.locked(exclusive=False):
+            return self._state.group_of(table)
+
+    def weight(self, table: str) -> torch.Tensor:
+        """A dense table's rows, a view ``[num_rows, dim]``. What is written there, ``touch`` makes known."""
+        return self.group_of(table).rows_of(table)
+
+    def touch(self, table: str, rows: torch.Tensor | None = None) -> None:
+        """Takes note that rows of a table were written through ``weight`` or ``slots``; by default all."""
+        with self._state.writing() as clock:
+            group = self._state.group_of(table)
+            versions = group.versions_of(table)
+            if rows is not None:
+                versions.index_fill_(0, rows, clock)
+            elif table in group.keys:
+                versions.index_fill_(0, group.keys[table].rows_in_use(), clock)
+            else:
+                versions.fill_(clock)
+
+    def flat_rows(self, table: str, keys: torch.Tensor, *, admit: bool = False) -> torch.Tensor:
+        """Where keys' rows are in the flat arrays of the table's group, int64 ``[n]``.
+
+        Keys of a dynamic table without a row have the default row.
+
+        Args:
+            table: the table's name.
+            keys: int64 ``[n]``, repeats allowed.
+            admit: whether this is a lookup in training, which counts for a dynamic table's filter.
+        """
+        with self._state.locked(exclusive=admit):
+            return self._flat_rows(table, keys, admit=admit)[1]
+
+    def local_lookup_flat(self, group: RowGroup, bags: Bags) -> torch.Tensor:
+        """Pools rows of a group, ``[batch_size, num_features * dim]``; see ``kernels.pool``."""
+        self.drain()
+        with self._state.locked(exclusive=False):
+            return kernels.pool(group.weight, bags)
+
+    def local_update_flat(
+        self,
+        group: RowGroup,
+        bags: Bags,
+        grad: torch.Tensor,
+        *,
+        step: int = 1,
+        lr: float | None = None,
+    ) -> None:
+        """Applies the gradient of what ``local_lookup_flat`` returned, by the group's optimizer.
+
+        Args:
+            group: the group.
+            bags: what was looked up. Default rows are left as they are.
+            grad: float32 ``[batch_size, num_features * dim]``.
+            step: the update's number, from 1.
+            lr: the learning rate, by default the optimizer's.
+        """
+        self.drain()
+        with self._state.writing(step) as clock:
+            self._update_flat(group, bags, grad, step=step, lr=lr, clock=clock)
+
+    # Moments
+
+    def snapshot(self) -> StoreSnapshot:
+        """See ``Store``."""
+        self.drain()
+        with self._state.locked(exclusive=False):
+            return take_snapshot(self._state)
+
+    def restore(self, snapshot: StoreSnapshot) -> None:
+        """See ``Store``."""
+        self.drain()
+        with self._state.locked(exclusive=True):
+            check_snapshot(self._state, snapshot)
+            with self._state.writing() as clock:
+                restore_snapshot(self._state, snapshot, clock)
+
+    def sync(self) -> None:
+        """Waits until what was written would survive a crash of the machine."""
+        self.drain()
+        with self._state.locked(exclusive=False):
+            self._state.place.sync()
+
+    def close(self) -> None:
+        """See ``Store``; views that were handed out stay valid."""
+        if not self._state.is_open:
+            return
+        try:
+            self.drain()
+        finally:
+            if self._worker is not None:
+                self._worker.shutdown()
+            self._state.close()
+
+    def _check(self, requests: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with self._state.locked(exclusive=False):
+            for table, keys in requests:
+                self._state.group_of(table).check_keys(table, keys)
+
+    def _flat_rows(
+        self, table: str, keys: torch.Tensor, *, admit: bool = False
+    ) -> tuple[RowGroup, torch.Tensor]:
+        group = self._state.group_of(table)
+        group.check_keys(table, keys)
+        if admit and table in group.keys:
+            rows = self._admit(group, table, keys)
+        else:
+            rows = group.local_rows(table, keys)
+        first = group.first_row[table]
+        return group, rows + first if first else rows
+
+    def _admit(self, group: RowGroup, table: str, keys: torch.Tensor) -> torch.Tensor:
+        """The rows of a dynamic table's keys after they were counted, and some perhaps admitted."""
+        with self._state.writing() as clock:
+            rows, new, evicted = group.keys[table].look_up(keys, self._state.step + 1)
+            group.release_rows(table, evicted, clock)
+            group.initialize_rows(table, new, clock)
+            return rows
+
+    @torch.no_grad()
+    def _refresh(self, table: str, held: Rows, *, admit: bool, counts: torch.Tensor | None) -> int:
+        """Brings rows up to date; the caller holds the lock, exclusively if ``admit``."""
+        group = self._state.group_of(table)
+        if admit and table in group.keys:
+            self._admit(group, table, held.keys if counts is None else held.keys.repeat_interleave(counts))
+        _, rows = self._flat_rows(table, held.keys)
+        versions = group.versions.index_select(0, rows)
+        if table in group.keys:
+            versions[rows == group.first_row[table]] = _NO_ROW
+        changed = (versions != held.versions).nonzero().flatten()
+        if len(changed) == len(rows):
+            torch.index_select(group.weight, 0, rows, out=held.rows)
+        elif len(changed):
+            held.rows.index_copy_(0, changed, group.weight.index_select(0, rows[changed]))
+        held.versions.copy_(versions)
+        return len(changed)
+
+    @torch.no_grad()
+    def _update_many(
+        self,
+        requests: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+        *,
+        step: int,
+        lr: float | None,
+    ) -> None:
+        with self._state.locked(exclusive=True):
+            self._check((table, keys) for table, keys, _ in requests)
+            for table, keys, grads in requests:
+                expected = [len(keys), self._state.group_of(table).dim]
+                if list(grads.shape) != expected:
+                    raise ValueError(
+                        f"table {table!r}: gradients must be {expected}, not {list(grads.shape)}"
+                    )
+            with self._state.writing(step) as clock:
+                for table, keys, grads in requests:
+                    group, rows = self._flat_rows(table, keys)
+                    self._update_flat(group, _one_each(rows), grads, step=step, lr=lr, clock=clock)
+
+    def _update_flat(
+        self, group: RowGroup, bags: Bags, grad: torch.Tensor, *, step: int, lr: float | None, clock: int
+    ) -> None:
+        if len(group.default_rows):
+            bags = _without(bags, group.default_rows)
+        kernels.update_(
+            group.weight,
+            group.slots,
+            group.versions,
+            bags,
+            grad,
+            group.optimizer,
+            lr=group.optimizer.lr if lr is None else lr,
+            step=step,
+            version=clock,
+        )
+
+
+def _one_each(rows: torch.Tensor) -> Bags:
+    """Bags of one row each."""
+    offsets = torch.arange(len(rows) + 1, device=rows.device)
+    return Bags(rows, offsets, len(rows), 1, bag_size=1)
+
+
+def _without(bags: Bags, rows: torch.Tensor) -> Bags:
+    """Bags less the given rows."""
+    kept = torch.isin(bags.rows, rows, invert=True)
+    if kept.all():
+        return bags
+    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+    return replace(
+        bags,
+        rows=bags.rows[kept],
+        offsets=before[bags.offsets],
+        scale=None if bags.scale is None else bags.scale[kept],
+        bag_size=None,
+    )
