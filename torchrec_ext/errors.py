@@ -25,3 +25,7 @@ class DeltaDumpError(RuntimeError):
 
 class StoreError(RuntimeError):
     """A store cannot be opened or reached, or its files are damaged; the message names the file or address."""
+
+
+class TableFullError(RuntimeError):
+    """A dynamic table has no row for a new key; the message names the table, its size and what to do."""

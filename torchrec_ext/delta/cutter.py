@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
 from torchrec_ext.delta.cut import Cut, DumpResult, PieceStream
-from torchrec_ext.delta.tracker import BindingDiff, ZchTracker
+from torchrec_ext.delta.tracker import Diff, Tracker
 from torchrec_ext.delta.writer import DumpWriter
-from torchrec_ext.zch import ZchWatch
 
 logger = logging.getLogger(__name__)
 
-Diffs = dict[str, BindingDiff]
+Diffs = dict[str, Diff]
 
 
 class Cutter:
@@ -24,7 +25,7 @@ class Cutter:
 
     Args:
         trackers: by table FQN.
-        watches: of the tables' modules.
+        standstill: where nothing changes the tables, and what changed them before is known.
         pool: host memory for vectors.
         writer: takes the cuts.
         generation: the run generation.
@@ -32,15 +33,15 @@ class Cutter:
 
     def __init__(
         self,
-        trackers: dict[str, ZchTracker],
-        watches: list[ZchWatch],
+        trackers: dict[str, Tracker],
+        standstill: Callable[[], AbstractContextManager[None]],
         pool: BufferPool,
         writer: DumpWriter,
         generation: int,
     ) -> None:
         self._generation = generation
         self._trackers = trackers
-        self._watches = watches
+        self._standstill = standstill
         self._pool = pool
         self._writer = writer
         self._unsettled: tuple[Cut, Diffs] | None = None
@@ -58,24 +59,14 @@ class Cutter:
         self.settle()
         cut = Cut(global_step, time.time(), metadata)
         try:
-            for watch in self._watches:
-                watch.catch_up()
-            diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
-            cut.answers = [tracker.answers() for tracker in self._trackers.values()]
-            if self._chunks_needed(diffs) <= self._pool.max_chunks:
-                self._read_at_once(cut, diffs)
-            else:
-                cut.deltas = PieceStream()
+            with self._standstill():
+                diffs = self._read(cut)
         except BaseException as error:
-            cut.release()
-            cut.error = error
-            self._writer.submit(cut)
+            if not cut.submitted:
+                cut.release()
+                cut.error = error
+                self._writer.submit(cut)
             raise
-        self._unsettled = cut, diffs
-        if cut.streamed:
-            self._stream(cut, diffs)
-        else:
-            self._writer.submit(cut)
         self._advance(cut, diffs)
         return DumpResult(
             step=cut.step,
@@ -94,13 +85,13 @@ class Cutter:
                 self._writer.wait_until_written()
             elif not cut.submitted:
                 cut.release()
-            self._advance(cut, diffs, keep_flags=True)
+            self._advance(cut, diffs, keep_marks=True)
 
-    def _advance(self, cut: Cut, diffs: Diffs, *, keep_flags: bool = False) -> None:
+    def _advance(self, cut: Cut, diffs: Diffs, *, keep_marks: bool = False) -> None:
         # What the writer has in memory goes out sooner or later; a stream goes out now or is read anew.
         if cut.committed if cut.streamed else cut.submitted:
             for fqn, diff in diffs.items():
-                self._trackers[fqn].advance(diff, keep_flags=keep_flags)
+                self._trackers[fqn].advance(diff, keep_marks=keep_marks)
         self._unsettled = None
 
     def _read_at_once(self, cut: Cut, diffs: Diffs) -> None:

@@ -1,4 +1,4 @@
-"""Keeps, per table, which rows may have changed since the last dump, and turns them into a delta."""
+"""Keeps, per table, what was published of it, and turns what changed since into a delta."""
 
 from __future__ import annotations
 
@@ -10,109 +10,102 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
 from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
+from torchrec_ext.delta.tracked import RowSource, TrackedTable
 from torchrec_ext.errors import CorruptTableError
-from torchrec_ext.zch import NO_ID, RowBinding, ZchTable
 
 
 @dataclass(frozen=True)
-class BindingDiff:
-    """What changed in a table's bindings and rows since the last dump.
+class Diff:
+    """What changed in a table's owners and rows since the last dump.
 
     Attributes:
+        moment: when it was taken; see ``RowSource.changed``.
         rows: the local rows that may have changed, int64.
-        owners: the id that owns each of them now, int64, ``NO_ID`` for none.
-        upsert_rows: those of ``rows`` that an id owns.
-        upsert_keys: the ids that own ``upsert_rows``.
-        delete_keys: ids that were published and own no row any more.
+        owners: the key that owns each of them now, int64; anything for a row without one.
+        owned: whether a key does, bool.
+        upsert_rows: those of ``rows`` that a key owns.
+        upsert_keys: the keys that own ``upsert_rows``.
+        delete_keys: keys that were published and own no row any more.
     """
 
+    moment: int
     rows: torch.Tensor
     owners: NDArray[np.int64]
+    owned: NDArray[np.bool_]
     upsert_rows: torch.Tensor
     upsert_keys: NDArray[np.int64]
     delete_keys: NDArray[np.int64]
 
 
-class ZchTracker:
-    """Follows one ZCH table for one dumper.
+class Tracker:
+    """Follows one table for one dumper.
 
-    Holds a flag and an id per row, whatever the number of steps between dumps: whether the row may
-    have changed since the last dump, and the id under which it was published then. A delta is the
-    difference between that and the ids that own the rows now, for flagged rows only.
+    Holds, for each row, the key under which it was published last, whatever the number of steps between
+    dumps. A delta is the difference between that and the keys that own the rows now, for rows that may
+    have changed only.
 
     A cut that fails on the way changes nothing: ``compare`` and ``read`` only read, ``advance`` takes
     what they found as published.
 
     Args:
         table: the table.
-        binding: who owns its rows.
+        rows: its rows on this rank.
         publish_all: whether the first delta holds every owned row (else: those that change from now).
-        orphans: ids that a consumer of the log holds already, int64; the first delta deletes those
+        orphans: keys that a consumer of the log holds already, int64; the first delta deletes those
             that own no row.
     """
 
     def __init__(
         self,
-        table: ZchTable,
-        binding: RowBinding,
+        table: TrackedTable,
+        rows: RowSource,
         *,
         publish_all: bool,
         orphans: NDArray[np.int64] = NO_KEYS,
     ) -> None:
         self.table = table
-        self._binding = binding
+        self._rows = rows
         self._orphans = orphans
-        device = binding.raw_ids.device
-        self._touched = torch.full((table.num_rows,), publish_all, dtype=torch.bool, device=device)
-        sentinel_shard = table.routing.shard_of(np.array([NO_ID]))[0]
-        self._answers_sentinel = sentinel_shard == table.shard
-        if publish_all:
-            self._published = torch.full_like(binding.raw_ids, NO_ID)
-        else:
-            owners = self._owners(binding.raw_ids.cpu().numpy())
-            self._published = torch.from_numpy(owners).to(device)
+        self._published = None if table.key_space == "row" else _PublishedKeys(table.num_rows, rows.device)
+        self._moment: int | None = None
+        if not publish_all:
+            with rows.at_rest():
+                present, self._moment = rows.changed(None)
+                if self._published is not None:
+                    self._published.put(present, *self._owners(present))
 
     @property
     def device(self) -> torch.device:
         """Where the table is."""
-        return self._touched.device
+        return self._rows.device
 
-    def touch_all(self) -> None:
-        """Flags all rows."""
-        self._touched.fill_(True)
+    def mark(self, rows: torch.Tensor | None) -> None:
+        """Takes note that rows may have changed; see ``DeltaDumper.mark``."""
+        self._rows.mark(rows)
 
-    def touch(self, rows: torch.Tensor) -> None:
-        """Flags local rows, int64 on the table's device."""
-        self._touched.index_fill_(0, rows, True)
-
-    def compare(self) -> BindingDiff:
+    def compare(self) -> Diff:
         """The difference to the last dump that was taken as published.
 
         Raises:
             CorruptTableError: the collision map does not name each row of the shard exactly once.
         """
-        self._binding.check(self.table.fqn, self.table.shard)
-        rows = _flagged(self._touched)
-        owners = self._owners(self._binding.raw_ids.index_select(0, rows).cpu().numpy())
-        published = self._published.index_select(0, rows).cpu().numpy()
-        owned = np.flatnonzero(owners != NO_ID)
-        left = published[(published != owners) & (published != NO_ID)]
-        if len(self._orphans):
-            left = np.concatenate([left, self._orphans])
-        if len(left):
-            # An id that left its row may own another one, which was flagged when it was given it.
-            still_here = self._binding.holds(torch.from_numpy(left).to(rows.device))
-            left = left[~still_here.cpu().numpy()]
-        return BindingDiff(
-            rows=rows,
-            owners=owners,
-            upsert_rows=rows.index_select(0, torch.from_numpy(owned).to(rows.device)),
-            upsert_keys=owners.take(owned),
-            delete_keys=left,
-        )
+        with self._rows.at_rest():
+            rows, moment = self._rows.changed(self._moment)
+            owners, owned = self._owners(rows)
+            left = self._orphans
+            if self._published is not None:
+                left = np.concatenate([self._published.replaced(rows, owners, owned), left])
+            if len(left):
+                # A key that left its row may own another one, which changed when it was given it.
+                left = left[~self._rows.holds(left)]
+        if owned.all():
+            return Diff(moment, rows, owners, owned, rows, owners, left)
+        places = np.flatnonzero(owned)
+        upsert_rows = rows.index_select(0, torch.from_numpy(places).to(rows.device))
+        return Diff(moment, rows, owners, owned, upsert_rows, owners.take(places), left)
 
     @torch.no_grad()
-    def read(self, diff: BindingDiff, piece: slice, arena: Arena) -> TableDelta:
+    def read(self, diff: Diff, piece: slice, arena: Arena) -> TableDelta:
         """The rows of a difference with their vectors as they are now.
 
         Args:
@@ -124,69 +117,99 @@ class ZchTracker:
             CorruptTableError: a vector is not finite.
         """
         keys, rows = diff.upsert_keys[piece], diff.upsert_rows[piece]
-        weight = self.table.weight()
-        vectors = []
+        weight = self._rows.weight()
+        upserts, vectors, deletes = [], [], [NO_KEYS if piece.start else diff.delete_keys]
         start = 0
         while start < len(rows):
             matrix = arena.take(len(rows) - start, self.table.dim)
             stop = start + len(matrix)
-            if weight.device.type == "cpu" and weight.dtype == torch.float32:
-                torch.index_select(weight, 0, rows[start:stop], out=matrix)
-            else:
-                matrix.copy_(weight.index_select(0, rows[start:stop]))
-            self.table.as_answered_(matrix)
-            self._check_finite(matrix, keys[start:stop])
-            vectors.append(matrix.numpy())
+            found, there, gone = self._copy(weight, keys[start:stop], rows[start:stop], diff.moment, matrix)
+            self.table.as_answered_(there)
+            self._check_finite(there, found)
+            upserts.append(found)
+            vectors.append(there.numpy())
+            deletes.append(gone)
             start = stop
-        deletes = NO_KEYS if piece.start else diff.delete_keys
-        return TableDelta(self.table.fqn, keys, tuple(vectors), deletes)
+        return TableDelta(
+            self.table.fqn, np.concatenate([NO_KEYS, *upserts]), tuple(vectors), np.concatenate(deletes)
+        )
 
     @torch.no_grad()
-    def answers(self) -> ShardAnswers:
-        """What the shard answers for ids that own no row.
+    def answers(self) -> ShardAnswers | None:
+        """What the shard answers for keys that own no row; None if all keys own one.
 
         Raises:
             CorruptTableError: the fallback row is not finite.
         """
-        exceptions: tuple[int, ...] = ()
-        rows = [self.table.fallback_row]
-        if self._answers_sentinel:
-            exceptions = (NO_ID,)
-            rows.append(self._binding.sentinel_row())
-        vectors = self.table.weight()[rows].float().cpu()
+        with self._rows.at_rest():
+            rows = dict(self._rows.fallback_rows())
+            if not rows:
+                return None
+            vectors = self._rows.weight()[list(rows.values())].float().cpu()
         self.table.as_answered_(vectors)
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
                 f"{self.table.fqn} on rank {self.table.shard}: 1 vector is not finite: that of the "
-                f"fallback row, row {self.table.first_row + self.table.fallback_row}"
+                f"fallback row, row {self.table.first_row + rows[None]}"
             )
-        fallback, *others = vectors.numpy()
+        answers = dict(zip(rows, vectors.numpy(), strict=True))
         return ShardAnswers(
-            self.table.fqn, self.table.shard, fallback, dict(zip(exceptions, others, strict=True))
+            self.table.fqn,
+            self.table.shard,
+            answers[None],
+            {key: vector for key, vector in answers.items() if key is not None},
         )
 
-    def advance(self, diff: BindingDiff, *, keep_flags: bool = False) -> None:
+    def advance(self, diff: Diff, *, keep_marks: bool = False) -> None:
         """Takes a difference as published.
 
         Args:
             diff: from ``compare``.
-            keep_flags: whether its rows may have changed since it was read.
+            keep_marks: whether its rows may have changed since it was read.
         """
-        owners = torch.from_numpy(diff.owners).to(self._published.device)
-        self._published.index_copy_(0, diff.rows, owners)
-        if not keep_flags:
-            self._touched.index_fill_(0, diff.rows, False)
+        if self._published is not None:
+            self._published.put(diff.rows, diff.owners, diff.owned)
+        if not keep_marks:
+            self._rows.settle(diff.rows)
+        self._moment = diff.moment
         self._orphans = NO_KEYS
 
-    def _owners(self, raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``raw_ids`` with ``NO_ID`` in place of ids that route to another shard: nobody can ask here."""
+    def _owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """As ``RowSource.owners``; keys that route to another shard own nothing: nobody asks for them here."""
+        keys, owned = self._rows.owners(rows)
         routing, shard = self.table.routing, self.table.shard
-        # Nearly all ids are in the shard's own block, which is cheap to tell.
-        others = np.flatnonzero(~routing.in_block(raw_ids, shard))
-        elsewhere = others[routing.shard_of(raw_ids[others]) != shard]
-        owners = raw_ids.copy()
-        owners[elsewhere] = NO_ID
-        return owners
+        if self._published is not None and routing.num_shards > 1:
+            # Nearly all ids of a ZCH table are in the shard's own block, which is cheap to tell.
+            others = np.flatnonzero(~routing.in_block(keys, shard))
+            owned[others[routing.shard_of(keys[others]) != shard]] = False
+        return keys, owned
+
+    def _copy(
+        self,
+        weight: torch.Tensor,
+        keys: NDArray[np.int64],
+        rows: torch.Tensor,
+        moment: int,
+        matrix: torch.Tensor,
+    ) -> tuple[NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
+        """Copies keys' rows into ``matrix``.
+
+        Returns:
+            The keys that own a row, their rows (the head of ``matrix``), and the keys that own none any
+            more: others than training may have changed the table since ``moment``.
+        """
+        gone = NO_KEYS
+        with self._rows.at_rest():
+            found = self._rows.locate(keys, rows, moment)
+            if found is not rows:
+                is_gone = (found < 0).cpu().numpy()
+                keys, gone, found = keys[~is_gone], keys[is_gone], found[found >= 0]
+                matrix = matrix[: len(keys)]
+            if weight.device.type == "cpu" and weight.dtype == torch.float32:
+                torch.index_select(weight, 0, found, out=matrix)
+            else:
+                matrix.copy_(weight.index_select(0, found))
+        return keys, matrix, gone
 
     def _check_finite(self, matrix: torch.Tensor, keys: NDArray[np.int64]) -> None:
         # One pass without a temporary; a sum that overflows is looked at again.
@@ -201,8 +224,28 @@ class ZchTracker:
             )
 
 
-def _flagged(flags: torch.Tensor) -> torch.Tensor:
-    """Where a bool tensor is set, int64. NumPy skips runs of zeros, which torch does not on CPU."""
-    if flags.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    return flags.nonzero().flatten()
+class _PublishedKeys:
+    """Under which key each row was published last, if it was."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._keys = _zeros(num_rows, np.int64, device)
+        self._is_published = _zeros(num_rows, np.bool_, device)
+
+    def replaced(
+        self, rows: torch.Tensor, owners: NDArray[np.int64], owned: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        """The keys under which rows were published, where that is not their owner now."""
+        keys = self._keys.index_select(0, rows).cpu().numpy()
+        left = (keys != owners) | ~owned
+        left &= self._is_published.index_select(0, rows).cpu().numpy()
+        return keys[left]
+
+    def put(self, rows: torch.Tensor, owners: NDArray[np.int64], owned: NDArray[np.bool_]) -> None:
+        """Takes rows as published for their owners."""
+        self._keys.index_copy_(0, rows, torch.from_numpy(owners).to(self._keys.device))
+        self._is_published.index_copy_(0, rows, torch.from_numpy(owned).to(self._keys.device))
+
+
+def _zeros(size: int, dtype: type[np.generic], device: torch.device) -> torch.Tensor:
+    # NumPy's zeros take memory only as they are written to, and a store may reserve rows in plenty.
+    return torch.from_numpy(np.zeros(size, dtype)).to(device)

@@ -161,7 +161,7 @@ class RowGroup:
         self.versions_of(table).index_fill_(0, rows, clock)
 
     def release_rows(self, table: str, rows: torch.Tensor, clock: int) -> None:
-        """Takes note that rows belong to no key any more."""
+        """Takes note that rows are about to lose their keys."""
         self.versions_of(table).index_fill_(0, rows, -clock)
 
     def repair(self, clock: int) -> None:

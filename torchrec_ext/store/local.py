@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchrec_ext.store.places import Place
 from torchrec_ext.store.state import StoreState
 from torchrec_ext.store.store import Rows, Store, StoreSnapshot
 from torchrec_ext.store.tables import DenseTable, Table
+from torchrec_ext.store.update_queue import UpdateQueue
 
 # Rows read or written under one lock, so that a long read does not hold up others.
 ROWS_PER_LOCK = 1 << 16
@@ -42,8 +43,7 @@ class LocalStore(Store):
 
     def __init__(self, place: Place) -> None:
         self._state = StoreState(place)
-        self._worker: ThreadPoolExecutor | None = None
-        self._pending: deque[Future[None]] = deque()
+        self._updates = UpdateQueue()
 
     # What a store can do
 
@@ -213,21 +213,11 @@ class LocalStore(Store):
     ) -> Future[None]:
         """See ``Store``."""
         self._check([(table, keys)])
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="store-update")
-        future = self._worker.submit(self._update_many, [(table, keys, grads)], step=step, lr=lr)
-        self._pending.append(future)
-        return future
+        return self._updates.submit(lambda: self._update_many([(table, keys, grads)], step=step, lr=lr))
 
     def drain(self) -> None:
         """See ``Store``."""
-        while self._pending:
-            try:
-                future = self._pending.popleft()
-            except IndexError:  # another thread waits for it
-                return
-            if (error := future.exception()) is not None:
-                raise RuntimeError(f"an asynchronous update of the store failed: {error}") from error
+        self._updates.drain()
 
     def read(self, table: str, keys: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See ``Store``."""
@@ -264,7 +254,8 @@ class LocalStore(Store):
                     )
             with self._state.writing() as clock:
                 if table in group.keys:
-                    local, new = group.keys[table].admit(keys)
+                    release = partial(group.release_rows, table, clock=clock)
+                    local, new = group.keys[table].admit(keys, release)
                     group.initialize_rows(table, new, clock)
                 else:
                     local = group.local_rows(table, keys)
@@ -280,14 +271,15 @@ class LocalStore(Store):
             How many.
         """
         self.drain()
-        with self._state.writing() as clock:
+        with self._state.locked(exclusive=True):
             group = self._state.group_of(table)
             if table not in group.keys:
                 raise ValueError(f"table {table!r} is dense: every key has a row")
             keys = group.keys[table]
             rows = keys.unused_since(self._state.step - steps)
-            keys.evict(rows)
-            group.release_rows(table, rows, clock)
+            with self._state.writing() as clock:
+                group.release_rows(table, rows, clock)
+                keys.evict(rows)
             return len(rows)
 
     # The local fast path
@@ -303,15 +295,16 @@ class LocalStore(Store):
 
     def touch(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows of a table were written through ``weight`` or ``slots``; by default all."""
-        with self._state.writing() as clock:
+        with self._state.locked(exclusive=True):
             group = self._state.group_of(table)
+            if rows is None and table in group.keys:
+                rows = group.keys[table].rows_in_use()
             versions = group.versions_of(table)
-            if rows is not None:
-                versions.index_fill_(0, rows, clock)
-            elif table in group.keys:
-                versions.index_fill_(0, group.keys[table].rows_in_use(), clock)
-            else:
-                versions.fill_(clock)
+            with self._state.writing() as clock:
+                if rows is None:
+                    versions.fill_(clock)
+                else:
+                    versions.index_fill_(0, rows, clock)
 
     def flat_rows(self, table: str, keys: torch.Tensor, *, admit: bool = False) -> torch.Tensor:
         """Where keys' rows are in the flat arrays of the table's group, int64 ``[n]``.
@@ -383,8 +376,7 @@ class LocalStore(Store):
         try:
             self.drain()
         finally:
-            if self._worker is not None:
-                self._worker.shutdown()
+            self._updates.close()
             self._state.close()
 
     def _check(self, requests: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -404,11 +396,13 @@ class LocalStore(Store):
         first = group.first_row[table]
         return group, rows + first if first else rows
 
-    def _admit(self, group: RowGroup, table: str, keys: torch.Tensor) -> torch.Tensor:
+    def _admit(
+        self, group: RowGroup, table: str, keys: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The rows of a dynamic table's keys after they were counted, and some perhaps admitted."""
         with self._state.writing() as clock:
-            rows, new, evicted = group.keys[table].look_up(keys, self._state.step + 1)
-            group.release_rows(table, evicted, clock)
+            release = partial(group.release_rows, table, clock=clock)
+            rows, new = group.keys[table].look_up(keys, self._state.step + 1, release, counts)
             group.initialize_rows(table, new, clock)
             return rows
 
@@ -417,7 +411,7 @@ class LocalStore(Store):
         """Brings rows up to date; the caller holds the lock, exclusively if ``admit``."""
         group = self._state.group_of(table)
         if admit and table in group.keys:
-            self._admit(group, table, held.keys if counts is None else held.keys.repeat_interleave(counts))
+            self._admit(group, table, held.keys, counts)
         _, rows = self._flat_rows(table, held.keys)
         versions = group.versions.index_select(0, rows)
         if table in group.keys:

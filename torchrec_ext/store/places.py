@@ -190,7 +190,8 @@ class Directory(Place):
             raise StoreError(f"{file} does not describe a store")
         if content.get("version") != FORMAT_VERSION:
             raise StoreError(
-                f"{file} is of format version {content.get('version')}, this torchrec_ext reads {FORMAT_VERSION}"
+                f"{file} is of format version {content.get('version')}, "
+                f"this torchrec_ext reads {FORMAT_VERSION}"
             )
         if content.get("byteorder") != sys.byteorder:
             raise StoreError(f"{file}: its arrays are {content.get('byteorder')}-endian, this machine is not")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchrec_ext.errors import StoreError
+from torchrec_ext.errors import StoreError, TableFullError
 from torchrec_ext.store.group import RowGroup
 from torchrec_ext.store.optimizers import optimizer_from_json
 from torchrec_ext.store.places import Place
@@ -139,9 +139,15 @@ class StoreState:
             clocks[_CLOCK] += 1
             clocks[_STEP] = max(step, int(clocks[_STEP]))
             clocks[_WRITING] = 1
-            yield int(clocks[_CLOCK])
+            full = None
+            try:
+                yield int(clocks[_CLOCK])
+            except TableFullError as error:
+                full = error  # nothing was changed then
             if not inner:
                 clocks[_WRITING] = 0
+            if full is not None:
+                raise full
 
     def _repair(self) -> None:
         logger.warning(

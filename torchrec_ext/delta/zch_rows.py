@@ -1,0 +1,127 @@
+"""Rows of ZCH tables, for the tracker: flags per row, and owners from the collision map."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchrec_ext.delta.tracked import checked_rows
+from torchrec_ext.zch import NO_ID, RowBinding, ZchTable, ZchWatch
+
+
+class ZchFollower:
+    """Listens to one managed-collision module; see ``Follower``.
+
+    Args:
+        table: a table of the module.
+    """
+
+    def __init__(self, table: ZchTable) -> None:
+        self._rows: dict[str, ZchRows] = {}
+        self._watch = ZchWatch.attach(table.module, self)
+
+    def rows_of(self, table: ZchTable) -> ZchRows:
+        """The rows of a table of the module."""
+        rows = ZchRows(table, self._watch.bindings[table.name], self)
+        self._rows[table.name] = rows
+        return rows
+
+    def catch_up(self, *, force: bool = False) -> None:
+        """See ``Follower``."""
+        self._watch.catch_up(force=force)
+
+    def detach(self) -> None:
+        """See ``Follower``."""
+        self._watch.detach(self)
+
+    def rows_touched(self, table: str, rows: torch.Tensor) -> None:
+        """What the watch reports; see ``ZchListener``."""
+        if table in self._rows:
+            self._rows[table].touch(rows)
+
+
+class ZchRows:
+    """The rows of one ZCH table; see ``RowSource``.
+
+    Holds a flag per row, whatever the number of steps between dumps. Nobody but the training thread
+    changes rows, so they are always at rest while it dumps.
+
+    Args:
+        table: the table.
+        binding: who owns its rows.
+        follower: its module's.
+    """
+
+    def __init__(self, table: ZchTable, binding: RowBinding, follower: ZchFollower) -> None:
+        self._table = table
+        self._binding = binding
+        self._follower = follower
+        self._touched = torch.zeros(table.num_rows, dtype=torch.bool, device=binding.raw_ids.device)
+        sentinel_shard = table.routing.shard_of(np.array([NO_ID]))[0]
+        self._answers_sentinel = sentinel_shard == table.shard
+
+    @property
+    def device(self) -> torch.device:
+        """See ``RowSource``."""
+        return self._touched.device
+
+    def touch(self, rows: torch.Tensor) -> None:
+        """Flags local rows, int64 on the table's device."""
+        self._touched.index_fill_(0, rows, True)
+
+    def mark(self, rows: torch.Tensor | None) -> None:
+        """See ``RowSource``."""
+        if rows is None:
+            self._follower.catch_up(force=True)
+            self._touched.fill_(True)
+        else:
+            self.touch(checked_rows(self._table, rows).to(self.device))
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """See ``RowSource``."""
+        return nullcontext()
+
+    def changed(self, since: int | None) -> tuple[torch.Tensor, int]:
+        """See ``RowSource``; flags know of no moments."""
+        self._binding.check(self._table.fqn, self._table.shard)
+        if since is None:
+            return torch.arange(self._table.num_rows, device=self.device), 0
+        return _flagged(self._touched), 0
+
+    def settle(self, rows: torch.Tensor) -> None:
+        """See ``RowSource``."""
+        self._touched.index_fill_(0, rows, False)
+
+    def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """See ``RowSource``."""
+        raw_ids = self._binding.raw_ids.index_select(0, rows).cpu().numpy()
+        return raw_ids, raw_ids != NO_ID
+
+    def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """See ``RowSource``."""
+        return self._binding.holds(torch.from_numpy(keys).to(self.device)).cpu().numpy()
+
+    def locate(self, keys: NDArray[np.int64], rows: torch.Tensor, moment: int) -> torch.Tensor:
+        """See ``RowSource``."""
+        return rows
+
+    def weight(self) -> torch.Tensor:
+        """See ``RowSource``."""
+        return self._table.weight()
+
+    def fallback_rows(self) -> dict[int | None, int]:
+        """See ``RowSource``."""
+        rows: dict[int | None, int] = {None: self._table.fallback_row}
+        if self._answers_sentinel:
+            rows[NO_ID] = self._binding.sentinel_row()
+        return rows
+
+
+def _flagged(flags: torch.Tensor) -> torch.Tensor:
+    """Where a bool tensor is set, int64. NumPy skips runs of zeros, which torch does not on CPU."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().flatten()

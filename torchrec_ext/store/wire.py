@@ -1,0 +1,248 @@
+"""What a remote store's client and server say to each other, and which server has which key.
+
+A message is a JSON header and tensors. It travels as an Arrow Flight stream of record batches with one
+column of bytes: the header is the metadata of the first, and the tensors are laid end to end. Nothing
+that is sent can name code to run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from torchrec_ext.errors import CorruptTableError, StoreError, TableFullError
+from torchrec_ext.store.optimizers import optimizer_from_json
+from torchrec_ext.store.store import StoreSnapshot, TableSnapshot
+from torchrec_ext.store.tables import DenseTable, DynamicTable, Table, table_from_json, table_to_json
+
+# To be raised by whoever changes what is sent; both sides refuse another one.
+PROTOCOL = 1
+
+SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+
+# Tensors travel in pieces of this size: the receiver copies one while the next is under way.
+PIECE_BYTES = 1 << 20
+# Smaller ones share a piece: a message costs more than a copy.
+_SMALL_BYTES = 1 << 16
+
+_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def send(writer: Any, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+    """Writes a message to a Flight stream that was not begun yet.
+
+    Args:
+        writer: the stream.
+        header: a JSON object.
+        tensors: int64 or float32, on the CPU.
+    """
+    described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    metadata = json.dumps({**header, "tensors": described}).encode()
+    writer.begin(SCHEMA)
+    pieces = _pieces(tensors)
+    first = next(pieces, None)
+    if first is None:
+        writer.write_metadata(metadata)
+        return
+    writer.write_with_metadata(_batch(first), metadata)
+    for piece in pieces:
+        writer.write_batch(_batch(piece))
+
+
+def receive(reader: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Reads a message from a Flight stream to its end.
+
+    Raises:
+        StoreError: it is none, or was cut short.
+    """
+    try:
+        first = reader.read_chunk()
+        header = json.loads(first.app_metadata.to_pybytes())
+        tensors = [
+            torch.empty([int(length) for length in shape], dtype=_DTYPES[dtype])
+            for dtype, shape in header.pop("tensors")
+        ]
+    except (StopIteration, AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(f"received something else than a store's message: {error!r}") from error
+    rooms = (_bytes_of(tensor) for tensor in tensors if tensor.numel())
+    room = next(rooms, None)
+    for piece in _received(first, reader):
+        while len(piece):
+            if room is None:
+                raise StoreError("received a message longer than announced")
+            count = min(len(room), len(piece))
+            room[:count] = piece[:count]
+            room, piece = room[count:], piece[count:]
+            if not len(room):
+                room = next(rooms, None)
+    if room is not None:
+        raise StoreError("received a message that was cut short")
+    return header, tensors
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[Bytes]:
+    """The tensors' bytes, end to end."""
+    small: list[Bytes] = []
+    size = 0
+    for tensor in tensors:
+        data = _bytes_of(tensor.detach().contiguous())
+        if small and (len(data) >= _SMALL_BYTES or size >= PIECE_BYTES):
+            yield np.concatenate(small)
+            small, size = [], 0
+        if len(data) < _SMALL_BYTES:
+            small.append(data)
+            size += len(data)
+            continue
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+    if size:
+        yield np.concatenate(small)
+
+
+def _received(chunk: Any, reader: Any) -> Iterator[Bytes]:
+    while True:
+        if chunk.data is not None:
+            yield chunk.data.column(0).to_numpy()
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            return
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+def _batch(data: Bytes) -> pa.RecordBatch:
+    array = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
+    return pa.RecordBatch.from_arrays([array], schema=SCHEMA)
+
+
+# Errors
+
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (KeyError, ValueError, CorruptTableError, StoreError, TableFullError)
+}
+
+
+def error_to_json(error: Exception) -> dict[str, str]:
+    """An error as a JSON object; one of a kind that does not travel becomes a ``StoreError``."""
+    if type(error).__name__ in _ERRORS:
+        return {"kind": type(error).__name__, "message": str(error.args[0]) if error.args else ""}
+    return {"kind": "StoreError", "message": f"the server failed: {type(error).__name__}: {error}"}
+
+
+def raise_error(content: dict[str, str]) -> NoReturn:
+    """Raises the error that ``error_to_json`` described."""
+    raise _ERRORS.get(content["kind"], StoreError)(content["message"])
+
+
+# Which server has which key
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several servers has of every table.
+
+    A server keeps its keys of a dense table without gaps: what it stores is a dense table of every
+    ``count``-th key of the whole one.
+
+    Attributes:
+        index: the server's position.
+        count: how many servers there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def table(self, whole: Table) -> Table:
+        """The table that the server stores."""
+        if isinstance(whole, DenseTable):
+            return replace(whole, num_rows=self._of(whole.num_rows))
+        return replace(whole, max_rows=max(1, self._of(whole.max_rows)))
+
+    def local_keys(self, table: Table, keys: torch.Tensor) -> torch.Tensor:
+        """What the server stores the keys of a table as, int64 ``[n]``."""
+        if self.count == 1 or isinstance(table, DynamicTable):
+            return keys
+        return (keys - table.first_key) // self.count + table.first_key
+
+    def keys(self, table: Table, local_keys: torch.Tensor) -> torch.Tensor:
+        """The keys of what the server stores, int64 ``[n]``."""
+        if self.count == 1 or isinstance(table, DynamicTable):
+            return local_keys
+        return (local_keys - table.first_key) * self.count + self.index + table.first_key
+
+    def _of(self, rows: int) -> int:
+        return max(0, rows - self.index + self.count - 1) // self.count
+
+
+def whole_table(shares: Sequence[Table]) -> Table:
+    """The table of which servers store these."""
+    first = shares[0]
+    if isinstance(first, DenseTable):
+        return replace(first, num_rows=sum(table.num_rows for table in shares))
+    return replace(first, max_rows=sum(table.max_rows for table in shares if isinstance(table, DynamicTable)))
+
+
+def server_of(table: Table, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of ``count`` servers has each key, int64 ``[n]``.
+
+    The keys of a dense table are dealt out in turn; those of a dynamic one by a multiplicative hash
+    (Knuth, The Art of Computer Programming, 6.4), as they may have a common divisor.
+    """
+    if isinstance(table, DenseTable):
+        return (keys - table.first_key) % count
+    return ((keys * -0x61C8864680B583EB) >> 33 & 0x7FFFFFFF) % count
+
+
+# Snapshots
+
+_OPTIONAL = ("frequencies", "last_used", "candidates", "candidate_counts")
+
+
+def snapshot_to_message(snapshot: StoreSnapshot) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A snapshot as a JSON object and tensors."""
+    tables = []
+    tensors: list[torch.Tensor] = []
+    for part in snapshot.tables.values():
+        optional = [name for name in _OPTIONAL if getattr(part, name) is not None]
+        tables.append(
+            {
+                "table": table_to_json(part.table),
+                "optimizer": part.optimizer.to_json(),
+                "slots": list(part.slots),
+                "optional": optional,
+            }
+        )
+        tensors += [part.keys, part.weight, part.versions, *part.slots.values()]
+        tensors += [getattr(part, name) for name in optional]
+    return {"clock": snapshot.clock, "step": snapshot.step, "tables": tables}, tensors
+
+
+def snapshot_from_message(content: dict[str, Any], tensors: Sequence[torch.Tensor]) -> StoreSnapshot:
+    """The snapshot that ``snapshot_to_message`` described."""
+    rest = iter(tensors)
+    tables = {}
+    for described in content["tables"]:
+        table = table_from_json(described["table"])
+        keys, weight, versions = next(rest), next(rest), next(rest)
+        tables[table.name] = TableSnapshot(
+            table=table,
+            optimizer=optimizer_from_json(described["optimizer"]),
+            keys=keys,
+            weight=weight,
+            versions=versions,
+            slots={name: next(rest) for name in described["slots"]},
+            **{name: next(rest) for name in _OPTIONAL if name in described["optional"]},
+        )
+    return StoreSnapshot(content["clock"], content["step"], tables)
