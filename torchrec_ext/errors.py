@@ -29,3 +29,7 @@ class StoreError(RuntimeError):
 
 class TableFullError(RuntimeError):
     """A dynamic table has no row for a new key; the message names the table, its size and what to do."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged or does not fit; the message names what, and says what to do."""

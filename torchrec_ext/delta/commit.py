@@ -166,6 +166,7 @@ class Committer:
             world_size=self._world_size,
             feature_name=",".join(self._tables[delta.fqn].features),
             table_fqn=delta.fqn,
+            source=self._tables[delta.fqn].source,
         )
         if len(delta.upsert_keys):
             keys = np.split(delta.upsert_keys, np.cumsum([len(v) for v in delta.vectors])[:-1])

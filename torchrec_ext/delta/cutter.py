@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
 from torchrec_ext.delta.cut import Cut, DumpResult, PieceStream
+from torchrec_ext.delta.following import Followers
 from torchrec_ext.delta.tracker import Diff, Tracker
 from torchrec_ext.delta.writer import DumpWriter
 
@@ -25,7 +24,7 @@ class Cutter:
 
     Args:
         trackers: by table FQN.
-        standstill: where nothing changes the tables, and what changed them before is known.
+        followers: of the tables' modules and stores.
         pool: host memory for vectors.
         writer: takes the cuts.
         generation: the run generation.
@@ -34,14 +33,14 @@ class Cutter:
     def __init__(
         self,
         trackers: dict[str, Tracker],
-        standstill: Callable[[], AbstractContextManager[None]],
+        followers: Followers,
         pool: BufferPool,
         writer: DumpWriter,
         generation: int,
     ) -> None:
         self._generation = generation
         self._trackers = trackers
-        self._standstill = standstill
+        self._followers = followers
         self._pool = pool
         self._writer = writer
         self._unsettled: tuple[Cut, Diffs] | None = None
@@ -59,14 +58,14 @@ class Cutter:
         self.settle()
         cut = Cut(global_step, time.time(), metadata)
         try:
-            with self._standstill():
-                diffs = self._read(cut)
-        except BaseException as error:
-            if not cut.submitted:
-                cut.release()
-                cut.error = error
+            diffs = self._compare(cut)
+            self._unsettled = cut, diffs
+            if cut.streamed:
+                self._stream(cut, diffs)
+            else:
                 self._writer.submit(cut)
-            raise
+        finally:
+            self._followers.resume()
         self._advance(cut, diffs)
         return DumpResult(
             step=cut.step,
@@ -86,6 +85,24 @@ class Cutter:
             elif not cut.submitted:
                 cut.release()
             self._advance(cut, diffs, keep_marks=True)
+
+    def _compare(self, cut: Cut) -> Diffs:
+        """Finds out what changed, and reads it into memory if it fits."""
+        try:
+            self._followers.pause()
+            diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
+            answers = [tracker.answers() for tracker in self._trackers.values()]
+            cut.answers = [answer for answer in answers if answer is not None]
+            if self._chunks_needed(diffs) <= self._pool.max_chunks:
+                self._read_at_once(cut, diffs)
+            else:
+                cut.deltas = PieceStream()
+        except BaseException as error:
+            cut.release()
+            cut.error = error
+            self._writer.submit(cut)
+            raise
+        return diffs
 
     def _advance(self, cut: Cut, diffs: Diffs, *, keep_marks: bool = False) -> None:
         # What the writer has in memory goes out sooner or later; a stream goes out now or is read anew.
@@ -141,5 +158,5 @@ class Cutter:
 
     def _chunks_needed(self, diffs: Diffs) -> int:
         # A chunk's end stays unused where a vector does not fit any more.
-        usable = CHUNK_BYTES - 4 * max(tracker.table.dim for tracker in self._trackers.values())
+        usable = CHUNK_BYTES - 4 * max((tracker.table.dim for tracker in self._trackers.values()), default=0)
         return -(-self._vector_bytes(diffs) // usable)

@@ -10,10 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 
 from torchrec_ext.delta.arguments import check_arguments, is_integer, json_object
@@ -21,12 +19,13 @@ from torchrec_ext.delta.buffers import BufferPool
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DumpResult
 from torchrec_ext.delta.cutter import Cutter
-from torchrec_ext.delta.opening import describe, open_log, select_tables
+from torchrec_ext.delta.following import Followers, find_tables
+from torchrec_ext.delta.opening import check_places, describe, open_log, select_tables
 from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.schedule import EverySeconds, EverySteps, Schedule
-from torchrec_ext.delta.tracker import ZchTracker
+from torchrec_ext.delta.tracked import RowSource
+from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.delta.writer import DumpWriter
-from torchrec_ext.zch import ZchTable, ZchWatch, find_zch_tables
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,9 @@ DEFAULT_MAX_PENDING_BYTES = 1 << 30
 
 
 class DeltaDumper:
-    """Writes what training changes in a model's ZCH tables to a directory, while training goes on.
+    """Writes what training changes in a model's tables to a directory, while training goes on.
+
+    It follows ZCH tables, sharded by TorchRec, and the tables of RecStore modules, sharded or not.
 
     Every rank of the group constructs it, at the same point of the program, and calls ``step`` after
     each update. It changes nothing of what the model computes. Read the directory with ``DeltaLog``.
@@ -43,7 +44,7 @@ class DeltaDumper:
     the keys that the model does not hold (any more), so that replaying stays exact.
 
     Args:
-        model: the model, sharded by TorchRec (``DistributedModelParallel``).
+        model: the model; ZCH modules in it are sharded by TorchRec (``DistributedModelParallel``).
         output_dir: a directory, shared by all ranks; made if it is not there.
         interval_steps: dump whenever the step number reaches or passes a multiple of this.
         interval_seconds: dump about this often instead, by the clock of the group's rank 0.
@@ -84,35 +85,47 @@ class DeltaDumper:
         check_arguments(
             output_dir, interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes
         )
-        found = select_tables(find_zch_tables(model), tables, model)
+        found = select_tables(find_tables(model), tables, model)
         self._directory = Path(output_dir)
         self._last_step: int | None = None
         self._last_dump: int | None = None
         self._marked = False
         self._closed = False
-        self._trackers: dict[str, ZchTracker] = {}
-        self._watches: list[tuple[ZchWatch, _Listener]] = []
+        self._rows: dict[str, RowSource] = {}
+        trackers: dict[str, Tracker] = {}
         group = private_group(process_group, found)
+        rank = dist.get_rank(group) if group is not None else 0
+        # Ranks that write to the same rows must stand still together for a cut of one moment.
+        meets = group is not None and any(table.place is not None for table in found)
+        self._followers = Followers(private_group(process_group, found) if meets else None)
         try:
+            check_places(group, found)
             log, held = open_log(self._directory, group, found)
             self._generation = log[-1].generation + 1 if log else 0
             self._schedule = _schedule(interval_steps, interval_seconds, group)
-            self._attach(found, publish_all=first_dump == "full" or bool(log), held=held)
+            for table in found:
+                rows = self._rows[table.fqn] = self._followers.rows_of(table)
+                if table.place is None or rank == 0:
+                    trackers[table.fqn] = Tracker(
+                        table,
+                        rows,
+                        publish_all=first_dump == "full" or bool(log),
+                        orphans=held.get(table.fqn, NO_KEYS),
+                    )
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
-                pin_memory=any(tracker.device.type == "cuda" for tracker in self._trackers.values()),
+                pin_memory=any(rows.device.type == "cuda" for rows in self._rows.values()),
             )
             infos = {table.fqn: describe(table) for table in found}
             previous = log[-1].dump if log else None
             # From here on the group is the writer's alone.
             committer = Committer(self._directory, infos, self._generation, previous, group)
         except BaseException:
-            self._detach()
+            self._followers.detach()
             leave(group)
             raise
         self._writer = DumpWriter(committer, max_pending)
-        watches = [watch for watch, _ in self._watches]
-        self._cutter = Cutter(self._trackers, watches, pool, self._writer, self._generation)
+        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self._generation)
         self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
         if log and first_dump == "delta":
             logger.info("%s holds a log already: the first dump holds every row", self._directory)
@@ -121,7 +134,7 @@ class DeltaDumper:
     @property
     def tables(self) -> tuple[str, ...]:
         """The FQNs of the tables that are dumped."""
-        return tuple(self._trackers)
+        return tuple(self._rows)
 
     @property
     def generation(self) -> int:
@@ -184,37 +197,27 @@ class DeltaDumper:
         """Takes note that rows were written by other means than training.
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
+        A store's own methods tell of what they write; what is written to its weights directly, as
+        ``load_state_dict`` does, may be told to ``LocalStore.touch`` as well.
 
         Args:
             table: the table's FQN.
-            rows: global rows, integers ``[n]``, those of other ranks' shards are left to them; by
-                default all.
+            rows: global rows, integers ``[n]``, those of other ranks' shards are left to them; of a
+                dynamic RecStore table keys, those without a row on this rank are left out; by default
+                all.
 
         Raises:
             ValueError: the table is not dumped, or a row is not one of the table's.
         """
         self._check_open()
-        tracker = self._trackers.get(table)
-        if tracker is None:
-            raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._trackers)}")
-        shard = tracker.table
-        if rows is None:
-            for watch, _ in self._watches:
-                watch.catch_up(force=True)
-            tracker.touch_all()
-        else:
+        if table not in self._rows:
+            raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._rows)}")
+        if rows is not None:
             rows = torch.as_tensor(rows)
             if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
             rows = rows.flatten().long()
-            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < shard.num_embeddings:
-                raise ValueError(
-                    f"rows of {table} are 0 to {shard.num_embeddings - 1}; "
-                    f"got {int(rows.min())} to {int(rows.max())}"
-                )
-            rows = rows - shard.first_row
-            rows = rows[(rows >= 0) & (rows < shard.num_rows)]
-            tracker.touch(rows.to(tracker.device))
+        self._rows[table].mark(rows)
         self._marked = True
 
     def flush(self) -> None:
@@ -263,30 +266,6 @@ class DeltaDumper:
             # The other ranks may never come: neither dump nor wait for them.
             self._leave(wait=False)
 
-    def _attach(
-        self, tables: list[ZchTable], *, publish_all: bool, held: dict[str, NDArray[np.int64]]
-    ) -> None:
-        for table in tables:
-            joined = next((pair for pair in self._watches if pair[0].module is table.module), None)
-            if joined is None:
-                listener = _Listener()
-                joined = ZchWatch.attach(table.module, listener), listener
-                self._watches.append(joined)
-            watch, listener = joined
-            tracker = ZchTracker(
-                table,
-                watch.bindings[table.name],
-                publish_all=publish_all,
-                orphans=held.get(table.fqn, NO_KEYS),
-            )
-            listener.trackers[table.name] = tracker
-            self._trackers[table.fqn] = tracker
-
-    def _detach(self) -> None:
-        for watch, listener in self._watches:
-            watch.detach(listener)
-        self._watches = []
-
     def _dump(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
         self._last_dump = global_step
         self._marked = False
@@ -308,7 +287,7 @@ class DeltaDumper:
     def _leave(self, *, wait: bool) -> None:
         self._closed = True
         self._unclosed.detach()
-        self._detach()
+        self._followers.detach()
         self._writer.close(wait=wait)
 
     def _check_open(self) -> None:
@@ -325,17 +304,6 @@ class DeltaDumper:
                 "new DeltaDumper on the same directory"
             )
         return int(global_step)
-
-
-class _Listener:
-    """Passes what a watch reports of one module on to this dumper's trackers."""
-
-    def __init__(self) -> None:
-        self.trackers: dict[str, ZchTracker] = {}
-
-    def rows_touched(self, table: str, rows: torch.Tensor) -> None:
-        if table in self.trackers:
-            self.trackers[table].touch(rows)
 
 
 def _schedule(

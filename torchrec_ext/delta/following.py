@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch import nn
 
+from torchrec_ext.delta.ranks import leave, meet
 from torchrec_ext.delta.store_rows import StoreFollower
 from torchrec_ext.delta.tracked import Follower, RowSource, TrackedTable
 from torchrec_ext.delta.zch_rows import ZchFollower
@@ -20,9 +22,14 @@ def find_tables(model: nn.Module) -> list[TrackedTable]:
 
 
 class Followers:
-    """Those of a dumper: one for each module, or store, that its tables are in."""
+    """Those of a dumper: one for each module, or store, that its tables are in.
 
-    def __init__(self) -> None:
+    Args:
+        meeting: a group of this thread's own, if ranks write to each other's tables; else None.
+    """
+
+    def __init__(self, meeting: dist.ProcessGroup | None) -> None:
+        self._meeting = meeting
         self._modules: dict[nn.Module, ZchFollower] = {}
         self._stores: dict[LocalStore, StoreFollower] = {}
 
@@ -38,17 +45,30 @@ class Followers:
             self._stores[store] = StoreFollower(table)
         return self._stores[store].rows_of(table)
 
-    def catch_up(self) -> None:
-        """See ``Follower``."""
-        for follower in self._all():
-            follower.catch_up()
+    def pause(self) -> None:
+        """Takes in what was done to the tables. Until ``resume``, no rank of the meeting does more.
+
+        Raises:
+            RuntimeError: an update that a store was handed failed, or another rank is gone.
+        """
+        try:
+            for follower in self._all():
+                follower.catch_up()
+        finally:
+            meet(self._meeting)
+
+    def resume(self) -> None:
+        """Lets the other ranks go on."""
+        meet(self._meeting)
 
     def detach(self) -> None:
-        """See ``Follower``; what is detached already stays so."""
+        """Lets go of modules, stores and the meeting; a second call does nothing."""
         for follower in self._all():
             follower.detach()
         self._modules.clear()
         self._stores.clear()
+        leave(self._meeting)
+        self._meeting = None
 
     def _all(self) -> Iterator[Follower]:
         yield from self._modules.values()

@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 FORMAT_VERSION = 1
-SOURCE = "zch"
 UPSERT, DELETE = "upsert", "delete"
 
 _EMBEDDING = pa.list_(pa.field("element", pa.float32(), nullable=False))
@@ -85,6 +84,7 @@ def part_batch(
     world_size: int,
     feature_name: str,
     table_fqn: str,
+    source: str,
     op: str,
     keys: NDArray[np.int64],
     vectors: NDArray[np.float32] | None,
@@ -98,7 +98,7 @@ def part_batch(
         "feature_name": feature_name,
         "table_fqn": table_fqn,
         "op": op,
-        "source": SOURCE,
+        "source": source,
     }
     arrays = []
     for field in PART_SCHEMA:

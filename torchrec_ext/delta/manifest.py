@@ -66,10 +66,12 @@ class TableInfo:
         dtype: the table's own dtype, such as ``float32``; the files hold float32, which is exact.
         key_space: ``raw`` ids, ids ``hashed`` by the table's ``input_hash_func``, or global ``row`` ids.
         num_embeddings: rows of all shards.
-        num_shards: shards, each with a fallback row.
+        num_shards: shards, each with a fallback row, unless every key has a row of its own.
         block_size: ids per shard, see ``torchrec_ext.zch.ShardRouting``.
-        hash_size: the table's ``input_hash_size``, the second argument of its ``input_hash_func``.
+        hash_size: the table's ``input_hash_size``, the second argument of its ``input_hash_func``; 0 if
+            tables of its kind have none.
         features: the features that look it up.
+        source: what kind of table it is: ``zch`` or ``recstore``.
     """
 
     dim: int
@@ -80,6 +82,7 @@ class TableInfo:
     block_size: int
     hash_size: int
     features: tuple[str, ...]
+    source: str = "zch"
 
     @property
     def routing(self) -> ShardRouting:

@@ -16,13 +16,16 @@ from torch import nn
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest, TableInfo
 from torchrec_ext.delta.ranks import gather, on_every_rank
+from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
-from torchrec_ext.zch import ZchTable, has_unsharded_zch
+from torchrec_ext.zch import has_unsharded_zch
 
 logger = logging.getLogger(__name__)
 
 
-def select_tables(found: list[ZchTable], patterns: Sequence[str] | None, model: nn.Module) -> list[ZchTable]:
+def select_tables(
+    found: list[TrackedTable], patterns: Sequence[str] | None, model: nn.Module
+) -> list[TrackedTable]:
     """The tables to dump.
 
     Args:
@@ -40,7 +43,7 @@ def select_tables(found: list[ZchTable], patterns: Sequence[str] | None, model: 
             "wrap it in DistributedModelParallel first"
             if has_unsharded_zch(model)
             else "it needs a sharded ManagedCollisionEmbeddingBagCollection or "
-            "ManagedCollisionEmbeddingCollection"
+            "ManagedCollisionEmbeddingCollection, or a RecStoreEmbeddingBagCollection"
         )
         raise ValueError(f"the model has no table that can be dumped: {hint}")
     names = [table.fqn for table in found]
@@ -61,22 +64,38 @@ def select_tables(found: list[ZchTable], patterns: Sequence[str] | None, model: 
     return supported
 
 
-def describe(table: ZchTable) -> TableInfo:
+def describe(table: TrackedTable) -> TableInfo:
     """What the manifest says of a table."""
     return TableInfo(
         dim=table.dim,
-        dtype=str(table.weight().dtype).removeprefix("torch."),
-        key_space="hashed" if table.hashed else "raw",
+        dtype=str(table.dtype).removeprefix("torch."),
+        key_space=table.key_space,
         num_embeddings=table.num_embeddings,
         num_shards=table.routing.num_shards,
         block_size=table.routing.block_size,
         hash_size=table.hash_size,
         features=table.features,
+        source=table.kind,
     )
 
 
+def check_places(group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]) -> None:
+    """Checks that ranks which are to see the same rows do.
+
+    Raises:
+        ValueError: they do not.
+    """
+    places = gather(group, [table.place for table in tables])
+    for table, *of_ranks in zip(tables, *places, strict=True):
+        if len(set(of_ranks)) > 1:
+            raise ValueError(
+                f"{table.fqn} is not sharded, and the ranks keep its rows in {len(set(of_ranks))} places; "
+                "shard it, or open one SharedMemoryStore in all ranks of one host"
+            )
+
+
 def open_log(
-    directory: Path, group: dist.ProcessGroup | None, tables: list[ZchTable]
+    directory: Path, group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]
 ) -> tuple[list[Manifest], dict[str, NDArray[np.int64]]]:
     """Makes the directory ready for a new run, on all ranks together.
 
@@ -123,7 +142,7 @@ def prepare_directory(directory: Path, rank: int) -> None:
             shutil.rmtree(entry)
 
 
-def read_log(directory: Path, tables: list[ZchTable]) -> list[Manifest]:
+def read_log(directory: Path, tables: Sequence[TrackedTable]) -> list[Manifest]:
     """The dumps that are there already, after a check that these tables can continue them.
 
     Raises:
@@ -144,7 +163,9 @@ def read_log(directory: Path, tables: list[ZchTable]) -> list[Manifest]:
     return log
 
 
-def held_keys(directory: Path, log: list[Manifest], tables: list[ZchTable]) -> dict[str, NDArray[np.int64]]:
+def held_keys(
+    directory: Path, log: list[Manifest], tables: Sequence[TrackedTable]
+) -> dict[str, NDArray[np.int64]]:
     """The keys that a consumer of the log holds, of those that route to this rank, by table."""
     if not log:
         return {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaLogError
-from torchrec_ext.zch import ZchTable
 
 T = TypeVar("T")
 
@@ -20,9 +20,9 @@ _KINDS = {kind.__name__: kind for kind in _RAISED}
 
 
 def private_group(
-    process_group: dist.ProcessGroup | None, tables: list[ZchTable]
+    process_group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]
 ) -> dist.ProcessGroup | None:
-    """A new gloo group of the same ranks, for the writer's thread alone; None in a single process.
+    """A new gloo group of the same ranks, for one thread alone; None in a single process.
 
     Raises:
         ValueError: the group leaves out ranks of the job, which torch needs to make a group, or a table
@@ -36,7 +36,7 @@ def private_group(
             f"process_group has {len(ranks)} of the job's {dist.get_world_size()} ranks; it must have all"
         )
     for table in tables:
-        if table.routing.num_shards != len(ranks):
+        if table.place is None and table.routing.num_shards != len(ranks):
             raise ValueError(
                 f"{table.fqn} is sharded over {table.routing.num_shards} ranks, the job has {len(ranks)}"
             )
@@ -70,6 +70,12 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Waits until all ranks are here."""
+    if group is not None:
+        dist.barrier(group)
 
 
 def leave(group: dist.ProcessGroup | None) -> None:

@@ -26,14 +26,17 @@ class EmbeddingState:
     """One table as the model held it at a dump's step.
 
     Attributes:
+        fqn: the table.
         info: the table's dimension, key space and routing.
         keys: the ids that own a row, int64 ``[n]``, sorted.
         vectors: their vectors, float32 ``[n, dim]``.
-        fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``.
+        fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``; empty if
+            the keys are ``row`` ids, which all have one.
     """
 
     def __init__(
         self,
+        fqn: str,
         info: TableInfo,
         keys: NDArray[np.int64],
         vectors: NDArray[np.float32],
@@ -41,6 +44,7 @@ class EmbeddingState:
         exceptions: Mapping[int, NDArray[np.float32]],
         hash_function: HashFunction | None = None,
     ) -> None:
+        self.fqn = fqn
         self.info = info
         self.keys = keys
         self.vectors = vectors
@@ -64,6 +68,8 @@ class EmbeddingState:
 
         Raises:
             TypeError: ``ids`` are not integers.
+            ValueError: the keys are ``row`` ids, and one is outside of the table, as it would be for the
+                model, or not in the log, which then began with ``first_dump="delta"``.
         """
         keys = np.atleast_1d(np.asarray(ids))
         if keys.size == 0:
@@ -76,12 +82,19 @@ class EmbeddingState:
         found = np.searchsorted(self.keys, keys)
         found[found == len(self.keys)] = 0
         owned = self.keys[found] == keys if len(self.keys) else np.zeros(len(keys), bool)
+        if self.info.key_space == "row" and not owned.all():
+            raise ValueError(self._missing(int(keys[~owned][0])))
         answers = np.empty((len(keys), self.info.dim), np.float32)
         answers[owned] = self.vectors[found[owned]]
         answers[~owned] = self.fallback[self.info.routing.shard_of(keys[~owned])]
         for key, vector in self._exceptions.items():
             answers[keys == key] = vector
         return answers
+
+    def _missing(self, row: int) -> str:
+        if 0 <= row < self.info.num_embeddings:
+            return f"{self.fqn}: row {row} is not in the log, which holds rows that changed since it began"
+        return f"{self.fqn} has rows 0 to {self.info.num_embeddings - 1}; got {row}"
 
 
 def _hash(function: HashFunction, ids: NDArray[np.int64], hash_size: int) -> NDArray[np.int64]:
@@ -152,7 +165,9 @@ class Replay:
                 fallback, exceptions = _fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
                 raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
-            states[fqn] = EmbeddingState(info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
+            states[fqn] = EmbeddingState(
+                fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn)
+            )
         return states
 
     def keys(self) -> dict[str, NDArray[np.int64]]:
@@ -213,13 +228,14 @@ def _fallback_of(
     """The fallback row of each shard, and the vectors of ids that get another one.
 
     Raises:
-        ValueError: a shard has none, or more than one.
+        ValueError: a shard has none, or more than one; or there is one where every key has its own row.
     """
     vectors = fmt.vectors_of(rows["embedding"].chunks, info.dim)
     special = rows["key_id"].is_valid().to_numpy()
     shards = rows["shard"].to_numpy()[~special]
-    if sorted(shards.tolist()) != list(range(info.num_shards)):
-        raise ValueError(f"of shards {sorted(shards.tolist())}, not of 0 to {info.num_shards - 1}")
+    wanted = 0 if info.key_space == "row" else info.num_shards
+    if sorted(shards.tolist()) != list(range(wanted)):
+        raise ValueError(f"of shards {sorted(shards.tolist())}, not of {wanted} shards from 0 on")
     exceptions = zip(rows["key_id"].drop_null().to_pylist(), vectors[special], strict=True)
     return vectors[~special][np.argsort(shards)], dict(exceptions)
 

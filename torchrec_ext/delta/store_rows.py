@@ -31,7 +31,7 @@ class StoreFollower:
         """The rows of a table of the store."""
         return StoreRows(table, self._store)
 
-    def catch_up(self, *, force: bool = False) -> None:
+    def catch_up(self) -> None:
         """See ``Follower``."""
         self._store.drain()
 

@@ -68,8 +68,8 @@ class TrackedTable(Protocol):
         """Which shard answers for a key."""
 
     @property
-    def shared(self) -> bool:
-        """Whether all ranks see, and may write, the same rows: rank 0 alone dumps them."""
+    def place(self) -> str | None:
+        """Where the rows are, if all ranks see, and may write, the same ones: rank 0 alone dumps them."""
 
     @property
     def unsupported(self) -> str | None:
@@ -134,12 +134,8 @@ class RowSource(Protocol):
 class Follower(Protocol):
     """Follows what happens to the tables of one module, or one store, until it is detached."""
 
-    def catch_up(self, *, force: bool = False) -> None:
-        """Takes in what was done to the tables, but not reported yet.
-
-        Args:
-            force: look also where nothing seems to have been done.
-        """
+    def catch_up(self) -> None:
+        """Takes in what was done to the tables, but not reported yet."""
 
     def detach(self) -> None:
         """Lets go of the module; its rows must not be asked any more."""

@@ -74,15 +74,6 @@ class Tracker:
                 if self._published is not None:
                     self._published.put(present, *self._owners(present))
 
-    @property
-    def device(self) -> torch.device:
-        """Where the table is."""
-        return self._rows.device
-
-    def mark(self, rows: torch.Tensor | None) -> None:
-        """Takes note that rows may have changed; see ``DeltaDumper.mark``."""
-        self._rows.mark(rows)
-
     def compare(self) -> Diff:
         """The difference to the last dump that was taken as published.
 

@@ -30,7 +30,11 @@ class ZchFollower:
         return rows
 
     def catch_up(self, *, force: bool = False) -> None:
-        """See ``Follower``."""
+        """See ``Follower``.
+
+        Args:
+            force: look also at maps that PyTorch counts no write to.
+        """
         self._watch.catch_up(force=force)
 
     def detach(self) -> None:

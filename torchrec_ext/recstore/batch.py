@@ -120,6 +120,6 @@ def _to_one_batch_size(
     bag = torch.cat(bags)
     lengths = features.lengths()[bag].long()
     ends = lengths.cumsum(0)
-    shift = features.offsets()[bag] - (ends - lengths)
-    order = torch.arange(int(ends[-1]) if len(ends) else 0, device=values.device) + torch.repeat_interleave(shift, lengths)
+    shift = torch.repeat_interleave(features.offsets()[bag] - (ends - lengths), lengths)
+    order = shift + torch.arange(len(shift), device=shift.device)
     return values[order], None if weights is None else weights[order], lengths

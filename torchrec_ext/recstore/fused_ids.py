@@ -45,8 +45,11 @@ class FusedIds:
 
     def __init__(self, tables: Sequence[Table], fusion_k: int | None) -> None:
         self._fusion_k = fusion_k
-        self._ranges = {table.name: (table.first_key, table.first_key + table.num_rows)
-                        for table in tables if isinstance(table, DenseTable)}
+        self._ranges = {
+            table.name: (table.first_key, table.first_key + table.num_rows)
+            for table in tables
+            if isinstance(table, DenseTable)
+        }
         if fusion_k is None:
             return
         if not 1 <= fusion_k <= 62:
@@ -95,16 +98,13 @@ class FusedIds:
 
     def _unique_fused(self, batch: GroupBatch) -> UniqueIds:
         assert self._fusion_k is not None
-        prefix = {
-            feature.table: feature.table_index << self._fusion_k for feature in batch.group.features
-        }
+        prefix = {feature.table: feature.table_index << self._fusion_k for feature in batch.group.features}
         fused = concatenate(batch, prefix)
         found, positions, counts = torch.unique(fused, return_inverse=True, return_counts=True)
         starts = torch.searchsorted(found, torch.tensor(list(prefix.values()), device=found.device))
         sizes = torch.diff(starts, append=starts.new_tensor([len(found)])).tolist()
         keys = [
-            fused_keys - shift
-            for fused_keys, shift in zip(found.split(sizes), prefix.values(), strict=True)
+            fused_keys - shift for fused_keys, shift in zip(found.split(sizes), prefix.values(), strict=True)
         ]
         return UniqueIds(tuple(prefix), tuple(keys), counts.split(sizes), positions)
 

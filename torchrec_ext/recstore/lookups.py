@@ -130,4 +130,3 @@ def bag_of_each(bags: Bags) -> torch.Tensor:
 def one_each(rows: torch.Tensor) -> Bags:
     """Bags of one row each."""
     return Bags(rows, torch.arange(len(rows) + 1, device=rows.device), len(rows), 1, bag_size=1)
-

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from torchrec_ext.recstore.batch import GroupBatch
 from torchrec_ext.recstore.fused_ids import concatenate
-from torchrec_ext.recstore.lookups import FlatLookup, KeyedLookup, Lookup, bag_of_each, first_key_row
+from torchrec_ext.recstore.lookups import FlatLookup, KeyedLookup, Lookup, first_key_row
 from torchrec_ext.recstore.reads import GroupRows
-from torchrec_ext.store import LocalStore, kernels
+from torchrec_ext.store import Bags, LocalStore, kernels
 
 Record = Callable[[Lookup, torch.Tensor], None]
 """Takes a lookup and the gradient of what it pooled."""
@@ -26,8 +26,8 @@ class Pooling:
     Attributes:
         lookup: what is looked up.
         pool: does it, ``[batch_size, num_features * dim]``.
-        scale: the bags' scale, if it requires a gradient.
-        buffer: the rows that the bags are of, if ``scale`` is there.
+        scale: the batch's scale, if it requires a gradient.
+        buffer: the rows that the bags are of, which that gradient needs.
     """
 
     lookup: Lookup
@@ -51,34 +51,28 @@ def pool_flat(store: LocalStore, batch: GroupBatch) -> Pooling:
     """A lookup in dense tables of a local store, where the rows lie."""
     tables = batch.group.tables
     group = store.group_of(tables[0])
-    rows = concatenate(batch, {table: first_key_row(group, table) for table in tables})
-    scale = None if batch.scale is None else batch.scale.detach()
-    bags = kernels.batch_major(rows, batch.lengths, batch.batch_size, scale)
+    bags = _bags(concatenate(batch, {table: first_key_row(group, table) for table in tables}), batch)
     lookup = FlatLookup(bags, batch.group.dim, tables, group)
     return Pooling(lookup, lambda: store.local_lookup_flat(group, bags))
 
 
 def pool_rows(rows: GroupRows, batch: GroupBatch) -> Pooling:
     """A lookup in rows that were read."""
-    scale = batch.scale
-    if wants_scale_gradient(batch):
-        assert scale is not None
-        ids = torch.arange(batch.num_ids, device=scale.device)
-        scale = scale[kernels.batch_major(ids, batch.lengths, batch.batch_size).rows]
-        bags = kernels.batch_major(rows.ids.positions, batch.lengths, batch.batch_size)
-        bags = replace(bags, scale=scale.detach())
-    else:
-        bags = kernels.batch_major(
-            rows.ids.positions, batch.lengths, batch.batch_size, None if scale is None else scale.detach()
-        )
-        scale = None
+    bags = _bags(rows.ids.positions, batch)
     lookup = KeyedLookup(bags, batch.group.dim, rows.ids.tables, rows.ids.keys, rows.has_row)
+    scale = batch.scale if wants_scale_gradient(batch) else None
     return Pooling(lookup, lambda: kernels.pool(rows.buffer, bags), scale, rows.buffer)
 
 
 def wants_scale_gradient(batch: GroupBatch) -> bool:
     """Whether the weights of a batch get a gradient: then its rows must be there in backward."""
     return batch.scale is not None and batch.scale.requires_grad and torch.is_grad_enabled()
+
+
+def _bags(rows: torch.Tensor, batch: GroupBatch) -> Bags:
+    scale = None if batch.scale is None else batch.scale.detach()
+    bags = kernels.batch_major(rows, batch.lengths, batch.batch_size, scale)
+    return bags if batch.batch_size else replace(bags, num_features=len(batch.group.features))
 
 
 class _Pooled(torch.autograd.Function):
@@ -97,7 +91,6 @@ class _Pooled(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             assert pooling.buffer is not None
             bags = pooling.lookup.bags
-            per_bag = grad.reshape(bags.num_bags, pooling.lookup.dim)
-            scale_grad = (per_bag[bag_of_each(bags)] * pooling.buffer[bags.rows]).sum(dim=1)
+            scale_grad = kernels.feature_major(bags, kernels.scale_gradient(pooling.buffer, bags, grad))
         ctx.record(pooling.lookup, grad)
         return None, scale_grad, None, None

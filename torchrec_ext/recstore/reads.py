@@ -68,10 +68,7 @@ class BatchRead:
             # One buffer, so that one lookup pools from all tables.
             buffer = torch.cat([rows.rows for rows in of_group]) if len(of_group) > 1 else of_group[0].rows
             views = buffer.split([len(keys) for keys in ids.keys])
-            held = [
-                Rows(rows.keys, view, rows.versions)
-                for rows, view in zip(of_group, views, strict=True)
-            ]
+            held = [Rows(rows.keys, view, rows.versions) for rows, view in zip(of_group, views, strict=True)]
             self.groups.append(GroupRows(ids, buffer, tuple(held), batch.group.dynamic))
         self._batch = None
 
@@ -84,9 +81,7 @@ class BatchRead:
         Returns:
             How many rows were read again.
         """
-        held = [
-            pair for group in self.groups for pair in zip(group.ids.tables, group.held, strict=True)
-        ]
+        held = [pair for group in self.groups for pair in zip(group.ids.tables, group.held, strict=True)]
         counts = self._counts([group.ids for group in self.groups]) if admit else None
         return self._store.refresh_many(held, admit=admit, counts=counts)
 

@@ -119,7 +119,7 @@ class Trace:
             ids_of.setdefault(table, []).append(ids)
             grads_of.setdefault(table, []).append(grads)
         entries = []
-        for table in ids_of:
+        for table in list(ids_of):
             keys, grads = sum_by_id(torch.cat(ids_of.pop(table)), torch.cat(grads_of.pop(table)))
             bags = one_each(torch.arange(len(keys), device=keys.device))
             lookup = KeyedLookup(bags, grads.shape[1], (table,), (keys,))

@@ -22,6 +22,9 @@ class Bags:
         scale: what each row is multiplied with before it is added up (weights, and one over the
             length of a bag that is averaged), float32 ``[n]``; None: 1.
         bag_size: the number of ids of every bag, if they all have the same.
+
+    Raises:
+        ValueError: the tensors' lengths do not fit.
     """
 
     rows: torch.Tensor
@@ -30,6 +33,12 @@ class Bags:
     num_features: int
     scale: torch.Tensor | None = None
     bag_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != self.num_bags + 1:
+            raise ValueError(f"{self.num_bags} bags have {len(self.offsets)} offsets, not one more than bags")
+        if self.scale is not None and len(self.scale) != len(self.rows):
+            raise ValueError(f"{len(self.rows)} ids have {len(self.scale)} factors")
 
     @property
     def num_bags(self) -> int:

@@ -9,6 +9,8 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,8 +21,9 @@ from torchrec_ext.errors import StoreError
 from torchrec_ext.store import wire
 from torchrec_ext.store.local import LocalStore
 from torchrec_ext.store.optimizers import optimizer_from_json
+from torchrec_ext.store.shares import Share, other_share
 from torchrec_ext.store.store import Rows
-from torchrec_ext.store.tables import CHUNK_BYTES, Constant, DenseTable, Table, table_from_json, table_to_json
+from torchrec_ext.store.tables import CHUNK_BYTES, DenseTable, table_from_json, table_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,9 @@ class StoreServer:
                 "or allow everybody in with `insecure`"
             )
         if token is not None and tls is None and not _is_loopback(parts.hostname):
-            logger.warning("the token and all rows travel unencrypted; use grpc+tls:// outside a trusted network")
+            logger.warning(
+                "the token and all rows travel unencrypted; use grpc+tls:// outside a trusted network"
+            )
         middleware = {"token": _TokenCheck(token)} if token is not None else {}
         self._store = store
         try:
@@ -94,52 +99,55 @@ class StoreServer:
         return not stopping.is_alive()
 
 
-class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+class _TokenCheck(flight.ServerMiddlewareFactory):
     """Refuses calls that do not bring the token."""
 
     def __init__(self, token: str) -> None:
         self._expected = wire.authorization(token)
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
+        """See ``ServerMiddlewareFactory``."""
         given = next(iter(headers.get(wire.AUTHORIZATION, [])), "")
-        if not hmac.compare_digest(given.encode(), self._expected.encode()):
+        if not hmac.compare_digest(given.encode(), self._expected):
             raise flight.FlightUnauthenticatedError("the token is missing or wrong")
 
 
-class _Flight(flight.FlightServerBase):  # type: ignore[misc]
-    """Carries requests to ``_Requests`` and answers back."""
+class _Flight(flight.FlightServerBase):
+    """Carries requests to ``_Requests``, and answers back."""
 
     def __init__(self, requests: _Requests, location: str, **options: Any) -> None:
         super().__init__(location, **options)
         self._requests = requests
 
-    def do_action(self, context: Any, action: Any) -> Any:
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        """Says who the server is."""
         if action.type != wire.HELLO:
             raise NotImplementedError(f"no action {action.type!r}")
         return [json.dumps(self._requests.hello()).encode()]
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        result: dict[str, Any]
+        """Answers a request."""
         tensors: Tensors = ()
         try:
-            header, given = wire.receive(reader)
-            result, tensors = self._requests.answer(header, given)
+            result, tensors = self._requests.answer(*wire.receive(reader))
         except Exception as error:
-            described = wire.error_to_json(error)
-            if described["kind"] == StoreError.__name__:
-                logger.warning("a request failed", exc_info=error)
-            result = {"error": described}
+            result = {"error": wire.error_to_json(error)}
+            if not wire.travels(error):
+                logger.exception("a request failed")
         wire.send(writer, result, tensors)
 
 
 class _Requests:
-    """What clients can ask for."""
+    """What clients can ask for.
+
+    Every handler gets a request's arguments and tensors, and returns those of the answer.
+    """
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._instance = secrets.token_hex(8)
-        self._share = _Placement(store)
-        # So that the clock after a change is the one that the change's rows are stamped with.
+        self._share = _KeptShare(store)
+        # So that the clock after a change is what the change stamped its rows with.
         self._changing = threading.Lock()
         self._handlers: dict[str, Callable[[dict[str, Any], Tensors], Answer]] = {
             "describe": self._describe,
@@ -157,8 +165,185 @@ class _Requests:
 
     def hello(self) -> dict[str, Any]:
         """Who the server is."""
+        share = self._share.get()
         return {
             "protocol": wire.PROTOCOL,
             "instance": self._instance,
-            "share": self._share.to_json(),
+            "share": None if share is None else [share.index, share.count],
         }
+
+    def answer(self, request: dict[str, Any], tensors: Tensors) -> Answer:
+        """Does what a request says; raises what the store raises."""
+        if request["instance"] != self._instance:
+            return {"restarted": True}, ()
+        return self._handlers[request["op"]](request["args"], tensors)
+
+    def _describe(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        tables = self._store.tables
+        return {
+            "clock": self._store.clock,
+            "tables": [table_to_json(table) for table in tables.values()],
+            "optimizers": [self._store.optimizer(name).to_json() for name in tables],
+        }, ()
+
+    def _create_tables(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        with self._changing:
+            share = self._share.set(Share(*args["share"]))
+            tables = [share.table(table_from_json(table)) for table in args["tables"]]
+            made = self._store.create_tables(
+                tables,
+                optimizer_from_json(args["optimizer"]),
+                init_fns={
+                    table.name: _InitialRows(table, share)
+                    for table in tables
+                    if isinstance(table, DenseTable) and share.count > 1
+                },
+            )
+        return {"made": made}, ()
+
+    def _set_optimizer(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        with self._changing:
+            self._store.set_optimizer(args["tables"], optimizer_from_json(args["optimizer"]))
+        return {}, ()
+
+    def _pull_many(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        keys, counts = self._keys_and_counts(args, tensors)
+        requests = list(zip(args["tables"], keys, strict=True))
+        with self._lock_to_admit(args):
+            found = self._store.pull_many(requests, admit=args["admit"], counts=counts)
+        return {}, [*(rows.rows for rows in found), *(rows.versions for rows in found)]
+
+    def _refresh_many(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        count = len(args["tables"])
+        before, rest = tensors[:count], tensors[count:]
+        keys, counts = self._keys_and_counts(args, rest)
+        tables = self._store.tables
+        held = [
+            Rows(table_keys, torch.empty(len(table_keys), tables[name].dim), versions.clone())
+            for name, table_keys, versions in zip(args["tables"], keys, before, strict=True)
+        ]
+        with self._lock_to_admit(args):
+            self._store.refresh_many(
+                list(zip(args["tables"], held, strict=True)), admit=args["admit"], counts=counts
+            )
+        answer = []
+        for rows, versions in zip(held, before, strict=True):
+            changed = (rows.versions != versions).nonzero().flatten()
+            answer += [changed, rows.rows[changed], rows.versions[changed]]
+        return {}, answer
+
+    def _update_many(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        count = len(args["tables"])
+        keys = self._local_keys(args["tables"], tensors[:count])
+        requests = list(zip(args["tables"], keys, tensors[count:], strict=True))
+        with self._changing:
+            self._store.update_many(requests, step=args["step"], lr=args["lr"])
+            return {"clock": self._store.clock}, ()
+
+    def _read(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        weight, slots = self._store.read(args["table"], *self._local_keys([args["table"]], tensors))
+        return {"slots": list(slots)}, [weight, *slots.values()]
+
+    def _write(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        (keys,) = self._local_keys([args["table"]], tensors[:1])
+        values = list(tensors[1:])
+        rows = values.pop(0) if args["rows"] else None
+        with self._changing:
+            self._store.write(args["table"], keys, rows, dict(zip(args["slots"], values, strict=True)))
+            return {"clock": self._store.clock}, ()
+
+    def _evict_unused(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        with self._changing:
+            return {"evicted": self._store.evict_unused(args["table"], args["steps"])}, ()
+
+    def _snapshot(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        snapshot = self._store.snapshot()
+        share = self._share.get() or Share()
+        parts = {
+            name: replace(part, keys=share.keys(part.table, part.keys))
+            for name, part in snapshot.tables.items()
+        }
+        return wire.snapshot_to_message(replace(snapshot, tables=parts))
+
+    def _restore(self, args: dict[str, Any], tensors: Tensors) -> Answer:
+        snapshot = wire.snapshot_from_message(args, tensors)
+        share = self._share.get() or Share()
+        parts = {
+            name: replace(part, keys=share.local_keys(part.table, part.keys))
+            for name, part in snapshot.tables.items()
+        }
+        with self._changing:
+            self._store.restore(replace(snapshot, tables=parts))
+        return {}, ()
+
+    def _keys_and_counts(
+        self, args: dict[str, Any], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], Tensors | None]:
+        count = len(args["tables"])
+        return self._local_keys(args["tables"], tensors[:count]), tensors[count:] or None
+
+    def _local_keys(self, names: Sequence[str], keys: Tensors) -> list[torch.Tensor]:
+        share = self._share.get()
+        if share is None or share.count == 1:
+            return list(keys)
+        tables = self._store.tables
+        return [share.local_keys(tables[name], part) for name, part in zip(names, keys, strict=True)]
+
+    def _lock_to_admit(self, args: dict[str, Any]) -> AbstractContextManager[object]:
+        return self._changing if args["admit"] else nullcontext()
+
+
+class _KeptShare:
+    """Which share of the keys a server has, kept with its store's rows."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        place = store._state.place
+        try:
+            self._kept = place.array("share", (2,), torch.int64, create=True)
+        except StoreError:
+            self._kept = place.array("share", (2,), torch.int64, create=False)
+
+    def get(self) -> Share | None:
+        """The share; None as long as there are no tables."""
+        if not self._store.tables:
+            return None
+        index, count = self._kept.tolist()
+        return Share(index, count) if count else Share()  # 0: they were made without a server
+
+    def set(self, share: Share) -> Share:
+        """Keeps the share.
+
+        Raises:
+            StoreError: the server has another one.
+        """
+        there = self.get()
+        if there is not None and there != share:
+            raise StoreError(other_share(there, share))
+        self._kept.copy_(torch.tensor([share.index, share.count]))
+        return share
+
+
+class _InitialRows:
+    """Fills what a server stores of a dense table with the initial rows of the whole table's keys."""
+
+    def __init__(self, table: DenseTable, share: Share) -> None:
+        self._table = table
+        self._share = share
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        step = max(1, CHUNK_BYTES // (4 * self._table.dim))
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            local = torch.arange(start, start + len(chunk)) + self._table.first_key
+            keys = self._share.keys(self._table, local)
+            chunk.copy_(self._table.initializer.rows(keys, self._table.dim))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -90,7 +90,7 @@ class HashIndex:
         return self._taken.take(rows)
 
     def reserve(self, count: int) -> Ints:
-        """Rows without a key, those given back last first; they stay free until ``bind``.
+        """Rows without a key, first those that had one; they stay free until ``bind``.
 
         Raises:
             ValueError: there are not as many.
@@ -98,7 +98,7 @@ class HashIndex:
         if count > self.capacity - len(self):
             raise ValueError(f"{count} rows wanted, {self.capacity - len(self)} are free")
         free, highest = int(self._state[_FREE]), int(self._state[_HIGHEST])
-        again = self._free[max(0, free - count) : free][::-1].astype(np.int64)
+        again = self._free[max(0, free - count) : free].astype(np.int64)
         return np.concatenate([again, np.arange(highest + 1, highest + 1 + count - len(again))])
 
     def bind(self, keys: Ints, rows: Ints) -> None:
@@ -217,7 +217,7 @@ class HashIndex:
             entries = self._slots.take(slot)
             alike = np.flatnonzero((entries ^ tag) & tag_mask == 0)
             row = entries[alike] & self._row_mask
-            same = (self._keys.take(row) == key[alike]) & (row != 0)
+            same = self._keys.take(row) == key[alike]
             alike = alike[same]
             rows[left[alike]] = row[same]
             slots[left[alike]] = slot[alike]

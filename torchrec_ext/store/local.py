@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,16 +95,16 @@ class LocalStore(Store):
             for dim, members in missing.items():
                 name = f"group_{len(self._state.groups) + len(made)}_dim_{dim}"
                 place.drop(f"{name}.")  # of a process that died
-                group = RowGroup(place, name, members, optimizer, create=True)
-                for table in members:
-                    if not isinstance(table, DenseTable):
-                        continue
-                    if init_fns and table.name in init_fns:
-                        with torch.no_grad():
-                            init_fns[table.name](group.rows_of(table.name))
-                    else:
-                        group.initialize_table(table)
-                made.append(group)
+                made.append(RowGroup(place, name, members, optimizer, create=True))
+            group_of = {table: group for group in made for table in group.tables}
+            for table in tables:  # in their order, as they may share a random generator
+                if table.name not in group_of or not isinstance(table, DenseTable):
+                    continue
+                if init_fns and table.name in init_fns:
+                    with torch.no_grad():
+                        init_fns[table.name](group_of[table.name].rows_of(table.name))
+                else:
+                    group_of[table.name].initialize_table(table)
             self._state.publish([*self._state.groups, *made])
             return [name for group in made for name in group.tables]
 
@@ -292,6 +293,10 @@ class LocalStore(Store):
     def weight(self, table: str) -> torch.Tensor:
         """A dense table's rows, a view ``[num_rows, dim]``. What is written there, ``touch`` makes known."""
         return self.group_of(table).rows_of(table)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Where nobody writes, so that what is read of groups is of one moment; ``drain`` before."""
+        return self._state.locked(exclusive=False)
 
     def touch(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows of a table were written through ``weight`` or ``slots``; by default all."""

@@ -188,7 +188,8 @@ class Adam(StoreOptimizer):
         exp_avg.add_(grads.sub(exp_avg).mul_(1 - self.beta1))
         exp_avg_sq.add_(grads.square().sub_(exp_avg_sq).mul_(1 - self.beta2))
         step_size = lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
-        weight.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(self.eps), value=-step_size)
+        # Rounded after each operation, as SparseAdam does; addcdiv_ would round less often.
+        weight.add_(exp_avg.div(exp_avg_sq.sqrt().add_(self.eps)).mul_(-step_size))
 
 
 def optimizer_from_json(content: dict[str, Any]) -> StoreOptimizer:

@@ -148,6 +148,22 @@ def _check(name: str, **positive: int) -> None:
             raise ValueError(f"table {name!r}: {what} must be positive, not {value}")
 
 
+def check_keys(table: Table, keys: torch.Tensor) -> None:
+    """Checks keys of a table.
+
+    Raises:
+        ValueError: they are not int64, not a vector, or out of a dense table's range.
+    """
+    if keys.dtype != torch.int64 or keys.dim() != 1:
+        raise ValueError(f"table {table.name!r}: keys must be int64 [n], not {keys.dtype} {list(keys.shape)}")
+    if isinstance(table, DenseTable) and len(keys):
+        low, high = (int(bound) for bound in torch.aminmax(keys))
+        first, stop = table.first_key, table.first_key + table.num_rows
+        if low < first or high >= stop:
+            wrong = low if low < first else high
+            raise ValueError(f"table {table.name!r} has keys {first} to {stop - 1}; got {wrong}")
+
+
 def table_to_json(table: Table) -> dict[str, Any]:
     """A table as a JSON object."""
     content = {"kind": type(table).__name__, **asdict(table)}

@@ -1,4 +1,4 @@
-"""What a remote store's client and server say to each other, and which server has which key.
+"""What a remote store's client and server say to each other.
 
 A message is a JSON header and tensors. It travels as an Arrow Flight stream of record batches with one
 column of bytes: the header is the metadata of the first, and the tensors are laid end to end. Nothing
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,10 +19,16 @@ import torch
 from torchrec_ext.errors import CorruptTableError, StoreError, TableFullError
 from torchrec_ext.store.optimizers import optimizer_from_json
 from torchrec_ext.store.store import StoreSnapshot, TableSnapshot
-from torchrec_ext.store.tables import DenseTable, DynamicTable, Table, table_from_json, table_to_json
+from torchrec_ext.store.tables import table_from_json, table_to_json
 
 # To be raised by whoever changes what is sent; both sides refuse another one.
 PROTOCOL = 1
+
+# The action that tells who a server is; it must mean the same in all versions of the protocol.
+HELLO = "hello"
+
+# The header that carries the token.
+AUTHORIZATION = "authorization"
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 
@@ -35,6 +40,17 @@ _SMALL_BYTES = 1 << 16
 _DTYPES = {"int64": torch.int64, "float32": torch.float32}
 
 Bytes = npt.NDArray[np.uint8]
+
+
+def authorization(token: str) -> bytes:
+    """What the header ``AUTHORIZATION`` holds.
+
+    Raises:
+        ValueError: the token is not one that a header can hold.
+    """
+    if not token or not all(" " < letter <= "~" for letter in token):
+        raise ValueError("a token is one or more visible ASCII characters")
+    return f"Bearer {token}".encode()
 
 
 def send(writer: Any, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -119,7 +135,7 @@ def _received(chunk: Any, reader: Any) -> Iterator[Bytes]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    return tensor.flatten().view(torch.uint8).numpy()
+    return tensor.numpy().reshape(-1).view(np.uint8)
 
 
 def _batch(data: Bytes) -> pa.RecordBatch:
@@ -134,9 +150,14 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
+def travels(error: Exception) -> bool:
+    """Whether an error arrives as one of its own type."""
+    return type(error) in _ERRORS.values()
+
+
 def error_to_json(error: Exception) -> dict[str, str]:
-    """An error as a JSON object; one of a kind that does not travel becomes a ``StoreError``."""
-    if type(error).__name__ in _ERRORS:
+    """An error as a JSON object; one that does not travel as it is becomes a ``StoreError``."""
+    if travels(error):
         return {"kind": type(error).__name__, "message": str(error.args[0]) if error.args else ""}
     return {"kind": "StoreError", "message": f"the server failed: {type(error).__name__}: {error}"}
 
@@ -146,67 +167,9 @@ def raise_error(content: dict[str, str]) -> NoReturn:
     raise _ERRORS.get(content["kind"], StoreError)(content["message"])
 
 
-# Which server has which key
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one of several servers has of every table.
-
-    A server keeps its keys of a dense table without gaps: what it stores is a dense table of every
-    ``count``-th key of the whole one.
-
-    Attributes:
-        index: the server's position.
-        count: how many servers there are.
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def table(self, whole: Table) -> Table:
-        """The table that the server stores."""
-        if isinstance(whole, DenseTable):
-            return replace(whole, num_rows=self._of(whole.num_rows))
-        return replace(whole, max_rows=max(1, self._of(whole.max_rows)))
-
-    def local_keys(self, table: Table, keys: torch.Tensor) -> torch.Tensor:
-        """What the server stores the keys of a table as, int64 ``[n]``."""
-        if self.count == 1 or isinstance(table, DynamicTable):
-            return keys
-        return (keys - table.first_key) // self.count + table.first_key
-
-    def keys(self, table: Table, local_keys: torch.Tensor) -> torch.Tensor:
-        """The keys of what the server stores, int64 ``[n]``."""
-        if self.count == 1 or isinstance(table, DynamicTable):
-            return local_keys
-        return (local_keys - table.first_key) * self.count + self.index + table.first_key
-
-    def _of(self, rows: int) -> int:
-        return max(0, rows - self.index + self.count - 1) // self.count
-
-
-def whole_table(shares: Sequence[Table]) -> Table:
-    """The table of which servers store these."""
-    first = shares[0]
-    if isinstance(first, DenseTable):
-        return replace(first, num_rows=sum(table.num_rows for table in shares))
-    return replace(first, max_rows=sum(table.max_rows for table in shares if isinstance(table, DynamicTable)))
-
-
-def server_of(table: Table, keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of ``count`` servers has each key, int64 ``[n]``.
-
-    The keys of a dense table are dealt out in turn; those of a dynamic one by a multiplicative hash
-    (Knuth, The Art of Computer Programming, 6.4), as they may have a common divisor.
-    """
-    if isinstance(table, DenseTable):
-        return (keys - table.first_key) % count
-    return ((keys * -0x61C8864680B583EB) >> 33 & 0x7FFFFFFF) % count
-
-
 # Snapshots
 
+# What only a dynamic table's has.
 _OPTIONAL = ("frequencies", "last_used", "candidates", "candidate_counts")
 
 

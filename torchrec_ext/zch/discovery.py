@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from torchrec_ext.zch import internals
 from torchrec_ext.zch.routing import ShardRouting
 
 logger = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # What wrappers (DistributedDataParallel, torch.compile) call the module they put themselves around.
 _DDP = "module"
@@ -71,6 +74,26 @@ class ZchTable:
     unsupported: str | None = None
 
     @property
+    def kind(self) -> str:
+        """What kind of table it is."""
+        return "zch"
+
+    @property
+    def key_space(self) -> str:
+        """What keys are: ``raw`` ids or ``hashed`` ones."""
+        return "hashed" if self.hashed else "raw"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The rows' own dtype."""
+        return self.weight().dtype
+
+    @property
+    def place(self) -> None:
+        """Where rows are that all ranks see: every rank has its own."""
+        return None
+
+    @property
     def fallback_row(self) -> int:
         """The local row that answers ids without a row of their own: the shard's last."""
         return self.num_rows - 1
@@ -110,12 +133,9 @@ def find_zch_tables(model: nn.Module) -> list[ZchTable]:
         The tables in module order, those that cannot be followed (``unsupported``) too. Every rank
         gets the same tables in the same order.
     """
-    paths: dict[BaseShardedManagedCollisionEmbeddingCollection, str] = {}
-    for path, module in _managed_collision_modules(model):
-        paths.setdefault(module, path)  # of several paths to a module, the first counts
     return [
         _describe(module, path, name)
-        for module, path in paths.items()
+        for module, path in find_modules(model, BaseShardedManagedCollisionEmbeddingCollection).items()
         for name in internals.collision_modules(module)
     ]
 
@@ -125,10 +145,16 @@ def has_unsharded_zch(model: nn.Module) -> bool:
     return any(isinstance(m, BaseManagedCollisionEmbeddingCollection) for m in model.modules())
 
 
-def _managed_collision_modules(
-    module: nn.Module, path: str = ""
-) -> Iterator[tuple[str, BaseShardedManagedCollisionEmbeddingCollection]]:
-    if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
+def find_modules(model: nn.Module, kind: type[ModuleT]) -> dict[ModuleT, str]:
+    """The modules of a kind in a model, and the path to each, with wrappers left out."""
+    paths: dict[ModuleT, str] = {}
+    for path, module in _modules(model, kind, ""):
+        paths.setdefault(module, path)  # of several paths to a module, the first counts
+    return paths
+
+
+def _modules(module: nn.Module, kind: type[ModuleT], path: str) -> Iterator[tuple[str, ModuleT]]:
+    if isinstance(module, kind):
         yield path, module
         return
     hidden = {_COMPILED}
@@ -138,7 +164,7 @@ def _managed_collision_modules(
         hidden.add(_DDP)
     for name, child in module.named_children():
         child_path = path if name in hidden else f"{path}.{name}" if path else name
-        yield from _managed_collision_modules(child, child_path)
+        yield from _modules(child, kind, child_path)
 
 
 def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str, name: str) -> ZchTable:

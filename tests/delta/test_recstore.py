@@ -1,0 +1,40 @@
+"""The delta dumper follows RecStore tables: fidelity, and what is refused."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+
+from tests.support.recstore_schedules import Run, Schedule, schedules
+
+MUST_SEE = (
+    "dumps",
+    "compared",
+    "admissions",
+    "evictions",
+    "evictions by hand",
+    "re-admissions",
+    "same-row re-admissions",
+    "re-admissions within an interval",
+    "full tables",
+    "loads",
+    "restarts",
+)
+
+
+def test_replay_answers_what_a_collection_answers() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(schedules())
+    def every_schedule(schedule: Schedule) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            seen.update(Run(schedule, Path(directory)).play())
+
+    every_schedule()
+    print(dict(seen))
+    missing = [event for event in MUST_SEE if not seen[event]]
+    assert not missing, f"the schedules never showed {missing}: the test proves nothing about them"

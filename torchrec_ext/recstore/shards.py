@@ -1,0 +1,99 @@
+"""This rank's shards of a collection's tables, and TorchRec's sharded tensors of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torchrec.distributed.types import (
+    ParameterSharding,
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardingType,
+    ShardMetadata,
+)
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """How the rows of a table are dealt out to the ranks.
+
+    Attributes:
+        starts: the row at which each shard begins.
+        sizes: its number of rows; some may have none.
+        ranks: the rank of each, in the world.
+        rank: this rank's place among the shards.
+        process_group: of the ranks.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup
+
+    @classmethod
+    def of(
+        cls, table: str, sharding: ParameterSharding, rank: int, process_group: dist.ProcessGroup
+    ) -> RowShards:
+        """The row-wise shards of a sharding plan.
+
+        Raises:
+            ValueError: the plan is not row-wise.
+        """
+        if sharding.sharding_type != ShardingType.ROW_WISE.value:
+            raise ValueError(
+                f"table {table!r}: RecStore tables are sharded {ShardingType.ROW_WISE.value}, "
+                f"not {sharding.sharding_type}"
+            )
+        shards = sharding.sharding_spec.shards
+        return cls(
+            tuple(shard.shard_offsets[0] for shard in shards),
+            tuple(shard.shard_sizes[0] for shard in shards),
+            tuple(shard.placement.rank() for shard in shards),
+            rank,
+            process_group,
+        )
+
+    @property
+    def first(self) -> int:
+        """The first row of this rank's shard."""
+        return self.starts[self.rank]
+
+    @property
+    def count(self) -> int:
+        """The number of rows of this rank's shard."""
+        return self.sizes[self.rank]
+
+    def all_on_first_rank(self) -> RowShards:
+        """The same rows as one shard, on rank 0."""
+        total = sum(self.sizes)
+        others = len(self.sizes) - 1
+        return replace(self, starts=(0, *[total] * others), sizes=(total, *[0] * others))
+
+    def sharded(self, local: torch.Tensor) -> ShardedTensor:
+        """The tensor of all ranks of which this rank has ``local``, ``[count, ...]``, without a copy."""
+        columns = list(local.shape[1:])
+        shards = [
+            ShardMetadata([start] + [0] * len(columns), [size, *columns], f"rank:{rank}/{local.device}")
+            for start, size, rank in zip(self.starts, self.sizes, self.ranks, strict=True)
+        ]
+        metadata = ShardedTensorMetadata(
+            shards_metadata=shards,
+            size=torch.Size([sum(self.sizes), *columns]),
+            tensor_properties=TensorProperties(dtype=local.dtype),
+        )
+        # TorchRec's own way; the public ones talk to the other ranks.
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            [Shard(local, shards[self.rank])], metadata, process_group=self.process_group
+        )
+
+    def local(self, value: torch.Tensor | ShardedTensor) -> torch.Tensor:
+        """This rank's rows of a tensor that is sharded as these rows are, or whole."""
+        if not isinstance(value, ShardedTensor):
+            return value.narrow(0, self.first, self.count)
+        pieces = [shard.tensor for shard in value.local_shards()]
+        return pieces[0] if pieces else torch.empty(0, *value.size()[1:])
