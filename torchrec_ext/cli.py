@@ -70,11 +70,11 @@ def serve_store(
     except (StoreError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
-    click.echo(f"serving {store} on {server.url}")
     if ready_file is not None:
         hidden = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
         hidden.write_text(server.url)
         hidden.replace(ready_file)
+    click.echo(f"serving {store} on {server.url}")
     stop.wait()
     click.echo("finishing requests and closing the store")
     if not server.close(grace):

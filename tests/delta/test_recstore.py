@@ -6,9 +6,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
-from tests.support.recstore_schedules import Run, Schedule, schedules
+from tests.support.recstore_schedules import Run, Schedule, churn, schedules
 
 MUST_SEE = (
     "dumps",
@@ -28,8 +28,9 @@ MUST_SEE = (
 def test_replay_answers_what_a_collection_answers() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(schedules())
+    @example(churn())
     def every_schedule(schedule: Schedule) -> None:
         with tempfile.TemporaryDirectory() as directory:
             seen.update(Run(schedule, Path(directory)).play())

@@ -52,7 +52,7 @@ ACTIONS = st.lists(
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("store", STORES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(actions=ACTIONS, depth=st.integers(1, 4), waits=st.booleans(), fused=st.booleans())
 def test_any_interleaving_gives_what_synchronous_reads_give(
     store: str, dynamic: bool, actions: Any, depth: int, waits: bool, fused: bool

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torchrec_ext.store import (
     MemoryStore,
     Rows,
     RowWiseAdaGrad,
+    SharedMemoryStore,
     Store,
     StoreOptimizer,
     StoreSnapshot,
@@ -75,41 +77,40 @@ def stack() -> Iterator[ExitStack]:
 class ServerProcess:
     """A server in a process of its own, started by the command."""
 
-    def __init__(self, directory: Path, *options: str, listen: str = "grpc://127.0.0.1:0", **env: str) -> None:
-        self._ready = directory / "ready"
-        self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "torchrec_ext.cli", "serve-store", str(directory / "store")]
-        command += ["--listen", listen, "--ready-file", str(self._ready), *options]
+    def __init__(self, directory: Path, **env: str) -> None:
+        ready = directory / "ready"
+        options = ["--listen", "grpc://127.0.0.1:0", "--ready-file", str(ready)]
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "torchrec_ext.cli", "serve-store", str(directory / "store"), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         )
+        self.first_line = self.line()
+        self.url = ready.read_text()
 
-    @property
-    def url(self) -> str:
+    def line(self) -> str:
+        """The next line of its output."""
         assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline()  # printed once it serves
-        return self._ready.read_text()
+        return self.process.stdout.readline()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 Requests = Sequence[tuple[str, torch.Tensor]]
 
 
 @contextmanager
-def server_process(directory: Path, *options: str, **env: str) -> Iterator[ServerProcess]:
-    directory.mkdir(exist_ok=True)
-    server = ServerProcess(directory, *options, **env)
-    try:
-        yield server
-    finally:
-        server.kill()
+def server_process(directory: Path, **env: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(directory, **env)
+    with server.process:  # closes its output
+        try:
+            yield server
+        finally:
+            server.kill()
 
 
 # It answers like a store in memory
@@ -123,7 +124,10 @@ keys_of = {
 some_table = st.sampled_from(list(keys_of))
 lookups = st.lists(some_table, min_size=1, max_size=4).flatmap(
     lambda names: st.tuples(
-        *(st.tuples(st.just(name), st.lists(keys_of[name], max_size=6).map(lambda keys: ids(*keys))) for name in names)
+        *(
+            st.tuples(st.just(name), st.lists(keys_of[name], max_size=6).map(lambda keys: ids(*keys)))
+            for name in names
+        )
     )
 )
 operations = st.lists(
@@ -236,7 +240,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(count=st.integers(1, 3), writers=st.sampled_from(["many", "one"]), operations=operations)
 def test_a_remote_store_answers_like_a_memory_store(count: int, writers: Any, operations: Any) -> None:
     with ExitStack() as stack:
@@ -271,8 +275,9 @@ def test_errors_arrive_as_they_were_raised_and_nothing_was_done(stack: ExitStack
             lambda: store.optimizer("none"),
             lambda: store.pull("dense", ids(5, 16)),
             lambda: store.pull("dense", torch.zeros(2)),
-            lambda: store.update_many([("dense", ids(5), torch.ones(1, 4)), ("dense", ids(4), torch.ones(1, 4))]),
-            lambda: store.update_async("dense", ids(5), torch.ones(1, 3)),
+            lambda: store.update_many(
+                [("dense", ids(5), torch.ones(1, 4)), ("dense", ids(4), torch.ones(1, 4))]
+            ),
             lambda: store.write("dense", ids(6, 6), torch.ones(2, 4)),
             lambda: store.write("dense", ids(6), slots={"sum": torch.ones(1, 1)}),
             lambda: store.create_tables([DenseTable("dense", 8, 11)], SGD(1.0)),
@@ -297,3 +302,325 @@ def test_errors_arrive_as_they_were_raised_and_nothing_was_done(stack: ExitStack
         assert kind is expected_kind
         if count == 1 or "another" not in expected:  # which names what the server has of the table
             assert message == expected
+
+
+def test_a_change_of_many_tables_is_one_change(stack: ExitStack) -> None:
+    store = stack.enter_context(RemoteStore(serve(stack)))
+    store.create_tables(TABLES, SGD(1.0))
+    before = store.clock
+    store.update_many([("dense", ids(5), torch.ones(1, 4)), ("wide", ids(0), torch.ones(1, 6))])
+    assert store.clock == before + 1
+
+
+@pytest.mark.parametrize("writers", ["many", "one"])
+def test_updates_from_several_threads_and_clients_all_count(stack: ExitStack, writers: Any) -> None:
+    urls = serve(stack, 2)
+    stores = [stack.enter_context(RemoteStore(urls, writers=writers)) for _ in range(2)]
+    stores[0].create_tables(TABLES, SGD(1.0))
+    stores[0].write("dense", ids(5, 6, 7), torch.zeros(3, 4))
+
+    def work(thread: int) -> None:
+        for _ in range(20):
+            stores[thread % 2].update("dense", ids(5, 6), torch.ones(2, 4))
+            stores[thread % 2].update_async("dense", ids(7), torch.ones(1, 4))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    for store in stores:
+        store.drain()
+    assert torch.equal(stores[0].pull("dense", ids(5, 6, 7)), torch.full((3, 4), -80.0))
+
+
+# Exact prefetch
+
+
+def test_only_rows_that_another_client_wrote_are_read_again(stack: ExitStack) -> None:
+    urls = serve(stack, 2)
+    reader, writer = (stack.enter_context(RemoteStore(urls)) for _ in range(2))
+    reader.create_tables(TABLES, SGD(1.0))
+    (held,) = reader.pull_many([("dense", ids(*range(5, 16)))])
+    assert reader.refresh_many([("dense", held)]) == 0
+    writer.update("dense", ids(7, 8, 15), torch.ones(3, 4))
+    assert reader.refresh_many([("dense", held)]) == 3
+    assert torch.equal(held.rows, reader.pull("dense", held.keys))
+    assert reader.refresh_many([("dense", held)]) == 0
+
+
+def test_the_only_writer_asks_no_server_about_rows_that_it_did_not_write() -> None:
+    server = StoreServer(MemoryStore())
+    with RemoteStore([server.url], writers="one") as store:
+        store.create_tables(TABLES, SGD(1.0))
+        written, unwritten = store.pull_many([("dense", ids(5, 6)), ("dense", ids(7, 8))])
+        store.update("dense", ids(6), torch.ones(1, 4))
+        assert store.refresh_many([("dense", written)]) == 1
+        server.close()
+        assert store.refresh_many([("dense", written), ("dense", unwritten)]) == 0
+        with pytest.raises(StoreError, match="may have been made, or not"):
+            store.update("dense", ids(7), torch.ones(1, 4))
+        with pytest.raises(StoreError, match="cannot be reached"):  # perhaps it was
+            store.refresh_many([("dense", unwritten)])
+
+
+# Servers that are gone, come back, or are others
+
+
+def test_a_server_that_was_killed_is_named_and_found_again_with_its_rows(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    with server_process(tmp_path) as first:
+        url = first.url
+        store = stack.enter_context(RemoteStore([url]))
+        store.create_tables(TABLES, AdaGrad(0.5))
+        store.update("dense", ids(5, 6), torch.ones(2, 4))
+        before = store.read("dense", ids(5, 6, 7))
+        (held,) = store.pull_many([("dense", ids(5, 6, 7))])
+        first.kill()
+        with pytest.raises(
+            StoreError, match=f"{url} cannot be reached.*; the change may have been made, or not"
+        ):
+            store.update("dense", ids(7), torch.ones(1, 4))
+        for read in (lambda: store.pull("dense", ids(5)), lambda: store.refresh_many([("dense", held)])):
+            with pytest.raises(StoreError, match=f"{url} cannot be reached"):
+                read()
+        with pytest.raises(StoreError, match=f"{url} cannot be reached"):
+            RemoteStore([url])
+
+    stack.callback(StoreServer(FileStore(tmp_path / "store"), url).close)
+    assert same(store.read("dense", ids(5, 6, 7)), before)
+    assert store.refresh_many([("dense", held)]) == 3  # a restart may have lost what was written
+    store.update("dense", ids(7), torch.ones(1, 4))
+    assert torch.equal(store.pull("dense", ids(7)), before[0][2:] - 0.5)
+
+
+def test_a_restart_that_nobody_noticed_is_told_once(stack: ExitStack, tmp_path: Path) -> None:
+    first = StoreServer(FileStore(tmp_path))
+    store = stack.enter_context(RemoteStore([first.url]))
+    store.create_tables(TABLES, SGD(1.0))
+    held = store.pull_many([("dense", ids(5, 6))])
+    first.close()
+    stack.callback(StoreServer(FileStore(tmp_path), first.url).close)
+    with pytest.raises(StoreError, match=f"{first.url} was restarted"):
+        store.update("dense", ids(5), torch.ones(1, 4))
+    assert torch.equal(store.pull("dense", ids(5)), DENSE.initializer.rows(ids(5), 4))
+    assert store.refresh_many([("dense", held[0])]) == 2
+
+
+def test_rows_read_before_a_restart_are_never_taken_for_later_ones(stack: ExitStack) -> None:
+    first = StoreServer(MemoryStore())
+    store = stack.enter_context(RemoteStore([first.url], writers="one"))
+    store.create_tables(TABLES, SGD(1.0))
+    store.update("dense", ids(5), torch.ones(1, 4))
+    (held,) = store.pull_many([("dense", ids(5, 6))])
+    first.close()
+    stack.callback(StoreServer(MemoryStore(), first.url).close)
+    with pytest.raises(StoreError, match="was restarted"):
+        store.pull("dense", ids(5))
+    store.create_tables(TABLES, SGD(1.0))
+    store.update("dense", ids(5), torch.full((1, 4), 8.0))  # the same clock, another row
+    assert store.refresh_many([("dense", held)]) == 2
+    assert torch.equal(held.rows, store.pull("dense", held.keys))
+
+
+def test_servers_remember_their_share_of_the_keys(stack: ExitStack, tmp_path: Path) -> None:
+    with ExitStack() as before:
+        servers = [StoreServer(FileStore(tmp_path / str(index))) for index in range(2)]
+        for server in servers:
+            before.callback(server.close)
+        store = before.enter_context(RemoteStore([server.url for server in servers]))
+        store.create_tables(TABLES, SGD(1.0))
+        store.update("dense", ids(5, 6), torch.ones(2, 4))
+
+    servers = [StoreServer(FileStore(tmp_path / str(index))) for index in range(2)]
+    for server in servers:
+        stack.callback(server.close)
+    a, b = (server.url for server in servers)
+    for urls in ([b, a], [a], [a, b, *serve(stack)]):
+        with pytest.raises(StoreError, match=r"the server holds share \d of 2, not \d of"):
+            RemoteStore(urls)
+    with RemoteStore([a, b]) as store:
+        expected = DENSE.initializer.rows(ids(5, 6, 7), 4)
+        expected[:2] -= 1
+        assert torch.equal(store.pull("dense", ids(5, 6, 7)), expected)
+
+
+def test_one_server_cannot_be_two(stack: ExitStack) -> None:
+    (url,) = serve(stack)
+    for urls in ([url, url], [url, url.replace("127.0.0.1", "localhost")]):
+        with pytest.raises(ValueError, match=r"different servers|the same server"):
+            RemoteStore(urls)
+
+
+def test_a_server_that_does_not_answer_is_given_up_after_the_timeout(stack: ExitStack) -> None:
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    url = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+    with pytest.raises(StoreError, match=f"{url} did not answer within 0.2 s"):
+        RemoteStore([url], timeout=0.2)
+
+
+class StrangeServer(flight.FlightServerBase):  # type: ignore[misc]
+    """Says what it is told to."""
+
+    def __init__(self, hello: bytes) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self._hello = hello
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        return [self._hello]
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        (b"hi", "is not a store's server"),
+        (
+            b'{"protocol": 99, "instance": "x", "share": null}',
+            f"speaks protocol 99, this client {wire.PROTOCOL}",
+        ),
+    ],
+)
+def test_servers_of_another_kind_are_refused(stack: ExitStack, hello: bytes, message: str) -> None:
+    server = stack.enter_context(StrangeServer(hello))
+    with pytest.raises(StoreError, match=message):
+        RemoteStore([f"grpc://127.0.0.1:{server.port}"])
+
+
+def test_what_fails_in_the_background_is_raised_where_it_is_waited_for(stack: ExitStack) -> None:
+    server = StoreServer(MemoryStore())
+    store = RemoteStore([server.url])
+    store.create_tables(TABLES, SGD(1.0))
+    server.close()
+    future = store.update_async("dense", ids(5), torch.ones(1, 4))
+    with pytest.raises(StoreError, match="may have been made, or not"):
+        future.result()
+    with pytest.raises(RuntimeError, match="asynchronous update"):
+        store.pull("dense", ids(5))
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="the store is closed"):
+        store.pull("dense", ids(5))
+
+
+# Who may connect
+
+
+def test_only_who_knows_the_token_may_do_anything(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    (url,) = serve(stack, token=TOKEN)
+    with pytest.raises(StoreError, match=f"{url} wants a token"):
+        RemoteStore([url])
+    with pytest.raises(StoreError, match=f"{url} refused the token") as refused:
+        RemoteStore([url], token=f"{TOKEN}-not")
+    with RemoteStore([url], token=TOKEN) as store:
+        store.create_tables(TABLES, SGD(1.0))
+        assert store.pull("dense", ids(5)).shape == (1, 4)
+        assert TOKEN not in repr(store) + repr(vars(store)) + str(refused.value) + caplog.text
+    with pytest.raises(flight.FlightUnauthenticatedError):
+        list(flight.FlightClient(url).do_action(flight.Action(wire.HELLO, b"")))
+    with pytest.raises(ValueError, match="visible ASCII"):
+        RemoteStore([url], token="two\nlines")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_the_server_proves_who_it_is_by_its_certificate(stack: ExitStack, tmp_path: Path) -> None:
+    def certificate(name: str) -> tuple[bytes, bytes]:
+        key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.crt"
+        options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+        options += " -addext subjectAltName=IP:127.0.0.1"
+        subprocess.run(
+            ["openssl", "req", *options.split(), "-keyout", key, "-out", cert],
+            check=True,
+            capture_output=True,
+        )
+        return cert.read_bytes(), key.read_bytes()
+
+    tls, other = certificate("server"), certificate("other")
+    server = StoreServer(MemoryStore(), "grpc+tls://127.0.0.1:0", token=TOKEN, tls=tls)
+    stack.callback(server.close)
+    store = stack.enter_context(RemoteStore([server.url], token=TOKEN, tls_root_certs=tls[0]))
+    store.create_tables(TABLES, SGD(1.0))
+    assert store.pull("dense", ids(5)).shape == (1, 4)
+    with pytest.raises(StoreError, match="cannot be reached"):
+        RemoteStore([server.url], token=TOKEN, tls_root_certs=other[0])
+
+
+def test_other_hosts_are_not_let_in_without_a_token() -> None:
+    with MemoryStore() as store:
+        with pytest.raises(ValueError, match="give the server a token"):
+            StoreServer(store, "grpc://0.0.0.0:0")
+        StoreServer(store, "grpc://0.0.0.0:0", token=TOKEN).close()
+    StoreServer(MemoryStore(), "grpc://0.0.0.0:0", insecure=True).close()
+
+
+# The command
+
+
+def test_a_server_that_is_told_to_stop_finishes_its_requests_and_closes_its_store(tmp_path: Path) -> None:
+    with server_process(tmp_path, **{TOKEN_VARIABLE: TOKEN}) as server:
+        url = server.url
+        with RemoteStore([url], token=TOKEN) as store:
+            store.create_tables(TABLES, SGD(1.0))
+        client = flight.FlightClient(url)
+        options = flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {TOKEN}".encode())])
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b""), options)
+        writer.begin(wire.SCHEMA)
+        # Answered after the request above arrived.
+        (hello,) = client.do_action(flight.Action(wire.HELLO, b""), options)
+        server.process.send_signal(signal.SIGTERM)
+        assert "finishing requests" in server.line()
+        instance = json.loads(hello.body.to_pybytes())["instance"]
+        header = {"op": "describe", "args": {}, "instance": instance, "tensors": []}
+        writer.write_metadata(json.dumps(header).encode())
+        writer.done_writing()
+        answer, _ = wire.receive(reader)
+        assert len(answer["tables"]) == len(TABLES)
+        writer.close()
+        client.close()
+        assert server.process.wait() == 0
+        assert TOKEN not in server.first_line + server.line()
+    with FileStore(tmp_path / "store") as store:
+        assert set(store.tables) == {table.name for table in TABLES}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "grpc://0.0.0.0:0"], "give the server a token"),
+        (["--listen", "http://127.0.0.1:0"], "a server listens on grpc://"),
+        (["--tls-cert", "cert.pem"], "go together"),
+        (["--listen", "grpc+tls://127.0.0.1:0"], "a certificate and its key"),
+        (["grpc://127.0.0.1:1"], "is served already"),
+        (["--token-file", "/nowhere/token"], "/nowhere/token"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_its_arguments(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["serve-store", *arguments], env={TOKEN_VARIABLE: ""})
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+# URLs
+
+
+def test_stores_are_opened_by_url(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(f"{TOKEN}\n")
+    monkeypatch.setenv("TORCHREC_EXT_STORE_TOKEN_FILE", str(token_file))
+    servers = serve(stack, 2, token=TOKEN)
+    remote = "grpc://" + ",".join(url.removeprefix("grpc://") for url in servers)
+    for url, kind in [
+        ("memory:", "MemoryStore"),
+        (str(tmp_path / "a"), "FileStore"),
+        ((tmp_path / "b c").as_uri(), "FileStore"),
+        (remote, "RemoteStore"),
+    ]:
+        with open_store(url) as store:
+            assert type(store).__name__ == kind
+            assert len(store.create_tables(TABLES, SGD(1.0))) == len(TABLES)
+    assert (tmp_path / "b c").is_dir()
+    with open_store(f"shm://test-{os.getpid()}-remote") as store:
+        assert isinstance(store, SharedMemoryStore)
+        store.unlink()
+    for url in ("redis://host", "file://host/path", "grpc://host"):
+        with pytest.raises(ValueError, match=r"is not a store|a store's server is"):
+            open_store(url)
+    with pytest.raises(ValueError, match="takes no options"):
+        open_store("memory:", timeout=1.0)

@@ -88,8 +88,9 @@ def backfill_optimizer_state(
     Returns:
         The completed state dict and a report, which rank 0 logs if anything was initialized. The dict is
         a new one that shares the tensors that were there. It has the form it had, with one exception:
-        what torch cannot load flattened (an optimizer with an empty group, or one that has state, but
-        none for a parameter that has some in the dict) comes back in the form with parameter names.
+        what torch cannot load flattened comes back in the form with parameter names. That is an optimizer
+        with an empty group; one that has state, but none for a parameter that has some in the dict; one
+        for which no tensors mean the same as no state (SGD with dampening).
 
     Raises:
         CheckpointError: state is damaged, or absent and not to be initialized; names what and says what
@@ -155,7 +156,7 @@ def _fate(
 
 
 def _fresh(parameter: OptimizerParameter, expected: Entries, saved: SavedState, form: Form) -> dict[str, Any]:
-    """The state of a parameter that was never updated, as new tensors."""
+    """The state of a parameter that was never updated, as new tensors; empty if none stand for that."""
     optimizer, options = parameter.group.optimizer, parameter.group.options
     if isinstance(optimizer, FusedOptimizer):
         # FBGEMM starts every state of every optimizer at zero.
@@ -171,12 +172,12 @@ def _fresh(parameter: OptimizerParameter, expected: Entries, saved: SavedState, 
         state = fresh_state(optimizer, {**options, **saved.options.get(parameter.name, {})}, like)
     except CheckpointError as error:
         raise CheckpointError(f"{parameter.name}: {error}") from error
-    if flat(state).keys() != expected.keys() or (form == "keyed" and None in state.values()):
-        raise CheckpointError(
-            f"{parameter.name}: with the options that were saved, {type(optimizer).__name__} starts with "
-            f"{state}, which cannot be loaded into {sorted(expected)}"
-        )
-    return state
+    if flat(state).keys() == expected.keys() or (not state and form != "keyed"):
+        return state
+    raise CheckpointError(
+        f"{parameter.name}: {type(optimizer).__name__} with the options that were saved starts with "
+        f"{sorted(flat(state)) or 'no state'}, which cannot be loaded into {sorted(expected)}"
+    )
 
 
 def _zeros(value: Any) -> Any:
@@ -208,7 +209,7 @@ def _fill(
     if form == "keyed":
         return state_dicts.fill_named(state_dict, states, options, groups)
     if form == "flattened":
-        if not _flattened_loads_in_part(parameters, groups, saved):
+        if all(states.values()) and not _flattened_loads_in_part(parameters, groups, saved):
             return state_dicts.fill_flattened(state_dict, states, options)
         state_dict = state_dicts.named(saved, groups)
     # torch wants an entry for each parameter that is not frozen, even if it keeps nothing in it.

@@ -1,8 +1,8 @@
 """What an optimizer holds for a parameter that it has never updated, found by trying it.
 
 No list of optimizers: a throw-away optimizer of the same class and options is made for one parameter.
-It either has state from the start, or writes it in its first step; the values it writes first are then
-the candidate, and it counts only if training from it is, bit for bit, training from no state.
+It either has state from the start, or writes it in its first step. The values that it writes first are
+then what it starts with, if training from them is, bit for bit, training from no state.
 """
 
 from __future__ import annotations
@@ -58,26 +58,19 @@ def fresh_state(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Te
         like: shape, dtype and device of the parameter, and how a ``DTensor`` is laid out.
 
     Returns:
-        The state, new tensors. An entry may be None: SGD with dampening starts with its first gradient,
-        and no tensor means the same.
+        The state, new tensors. Empty if no state does as none does: SGD with dampening starts with its
+        first gradient, others with a copy of the weight.
 
     Raises:
-        CheckpointError: no such optimizer can be made and make a step, or no state does as none does.
+        CheckpointError: no such optimizer can be made and make a step.
     """
     trial = _attempt(optimizer, options, like)
     if trial.state():
         return trial.state()
     small = torch.zeros([min(size, 3) for size in like.shape], dtype=like.dtype, device=like.device)
-    start = _first_values(optimizer, options, small)
-    if _goes_on_as_from_none(optimizer, options, small, start):
+    if _goes_on_as_from_none(optimizer, options, small):
         return _first_values(optimizer, options, like)
-    start = dict.fromkeys(start)
-    if _goes_on_as_from_none(optimizer, options, small, start):
-        return start
-    raise CheckpointError(
-        f"{_name(optimizer)}: no state makes it train a parameter as if it had none; load the state with "
-        "the optimizer's own numbering of parameters, in which it may be absent"
-    )
+    return {}
 
 
 def _first_values(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
@@ -98,28 +91,19 @@ def _attempt(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tenso
 
 def _cannot(optimizer: Optimizer, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"cannot find out what {_name(optimizer)} holds for a new parameter, as it cannot be made from the "
-        f"options of a group alone and take one step: {error}"
+        f"cannot find out what {type(optimizer).__qualname__} holds for a new parameter: it cannot be "
+        f"made from the options of a group alone and take a step ({error})"
     )
 
 
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__qualname__
-
-
-def _goes_on_as_from_none(
-    optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tensor, start: Mapping[str, Any]
-) -> bool:
-    """Whether some steps from this state give the bits that they give from no state."""
+def _goes_on_as_from_none(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tensor) -> bool:
+    """Whether some steps from the first values give the bits that they give from no state."""
     ramp = torch.linspace(-1.0, 1.5, like.numel(), dtype=like.dtype, device=like.device).reshape(like.shape)
     without, with_start = (_Trial(optimizer, options, ramp.clone()) for _ in range(2))
-    with_start.optimizer.state[with_start.parameter] = copy.deepcopy(dict(start))
+    with_start.optimizer.state[with_start.parameter] = _first_values(optimizer, options, like)
     for number in range(1, _STEPS + 1):
         without.step(0.3 * number - ramp)
-        try:
-            with_start.step(0.3 * number - ramp)
-        except Exception:  # most optimizers cannot start from None
-            return False
+        with_start.step(0.3 * number - ramp)
         expected, found = ({**flat(one.state()), "": one.parameter} for one in (without, with_start))
         if expected.keys() != found.keys() or not all(_same(expected[k], found[k]) for k in expected):
             return False
@@ -153,8 +137,6 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, options: Mapping[str, Any], value: torch.Tensor) -> None:
         self.parameter = nn.Parameter(value)
         options = {k: copy.deepcopy(v) for k, v in options.items() if k not in ("params", "param_names")}
-        if "differentiable" in options:
-            options["differentiable"] = False  # it would want parameters that are no leaves
         accepted = _constructor_arguments(type(optimizer))
         # As arguments, for what a constructor makes of them, and in the group, which may hold more.
         self.optimizer = type(optimizer)(

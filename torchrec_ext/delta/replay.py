@@ -165,9 +165,7 @@ class Replay:
                 fallback, exceptions = _fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
                 raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
-            states[fqn] = EmbeddingState(
-                fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn)
-            )
+            states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 
     def keys(self) -> dict[str, NDArray[np.int64]]:

@@ -64,7 +64,7 @@ class StoreRows:
         """See ``RowSource``: all who read the store's versions hear of it."""
         if rows is not None:
             rows = rows.to(self.device)
-            if self._is_dynamic:
+            if self._table.dynamic:
                 with self.at_rest():
                     found = self._group.local_rows(self._name, rows)
                 rows = found[found != 0]
@@ -80,7 +80,7 @@ class StoreRows:
         """See ``RowSource``."""
         clock = self._store.clock
         if since is None:
-            if self._is_dynamic:
+            if self._table.dynamic:
                 return self._group.keys[self._name].rows_in_use(), clock
             return torch.arange(self._table.num_rows, device=self.device), clock
         if since == clock:
@@ -97,7 +97,7 @@ class StoreRows:
 
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
-        if not self._is_dynamic:
+        if not self._table.dynamic:
             keys = rows + self._table.first_row if self._table.first_row else rows
             return keys.cpu().numpy(), np.ones(len(rows), np.bool_)
         group = self._group
@@ -106,14 +106,14 @@ class StoreRows:
 
     def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See ``RowSource``."""
-        if self._is_dynamic:
+        if self._table.dynamic:
             return (self._group.local_rows(self._name, torch.from_numpy(keys)) != 0).numpy()
         first = self._table.first_row
         return (keys >= first) & (keys < first + self._table.num_rows)
 
     def locate(self, keys: NDArray[np.int64], rows: torch.Tensor, moment: int) -> torch.Tensor:
         """See ``RowSource``."""
-        if not self._is_dynamic or self._store.clock == moment:
+        if not self._table.dynamic or self._store.clock == moment:
             return rows
         found = self._group.local_rows(self._name, torch.from_numpy(keys))
         return found.masked_fill_(found == 0, -1)
@@ -124,16 +124,12 @@ class StoreRows:
 
     def fallback_rows(self) -> dict[int | None, int]:
         """See ``RowSource``: a dynamic table's default row."""
-        return {None: 0} if self._is_dynamic else {}
+        return {None: 0} if self._table.dynamic else {}
 
     @property
     def _group(self) -> RowGroup:
         # Asked for each time: another process may have replaced the optimizer, and the group with it.
         return self._store.group_of(self._name)
-
-    @property
-    def _is_dynamic(self) -> bool:
-        return self._table.key_space == "raw"
 
 
 def _newer(versions: torch.Tensor, since: int) -> torch.Tensor:

@@ -8,10 +8,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from torchrec_ext.recstore.dist_embedding import DistEmbedding
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
-from torchrec_ext.store import FileStore, LocalStore, SharedMemoryStore, Store
+from torchrec_ext.recstore.sharded import ShardedRecStoreEmbeddingBagCollection
+from torchrec_ext.store import (
+    DenseTable,
+    DynamicTable,
+    FileStore,
+    LocalStore,
+    SharedMemoryStore,
+    Store,
+    Table,
+)
 from torchrec_ext.zch import ShardRouting
 from torchrec_ext.zch.discovery import find_modules
 
@@ -22,40 +31,62 @@ class RecStoreTable:
 
     Attributes:
         fqn: the module's path in the model (wrappers left out) and the table's name, ``"ebc.t0"``.
-        name: the table's name in its store.
         store: where this rank's rows are; None: nowhere yet.
+        table: what the store holds.
         features: the features that look it up.
-        shard: this rank's shard.
-        num_rows: rows of this rank's shard, the default row included.
-        first_row: the row at which the shard of a dense table starts: a key is a global row.
         num_embeddings: rows of all shards.
-        dim: the embedding dimension.
-        dynamic: whether keys come and go; else every one from 0 to ``num_embeddings - 1`` has a row.
+        shard: this rank's shard.
         routing: which shard answers for a key.
-        divisor: by what a bag of one is divided.
-        place: where the rows are, if all ranks see the same ones.
+        pooled: whether lookups are pooled into bags.
+        place: where the rows are, if all ranks see the same ones: one shard, which is everybody's.
         unsupported: why the table cannot be followed exactly; None if it can.
     """
 
     fqn: str
-    name: str
     store: Store | None
+    table: Table
     features: tuple[str, ...]
-    shard: int
-    num_rows: int
-    first_row: int
     num_embeddings: int
-    dim: int
-    dynamic: bool
+    shard: int
     routing: ShardRouting
-    divisor: float = 1.0
-    place: str | None = None
-    unsupported: str | None = None
+    pooled: bool
+    place: str | None
+    unsupported: str | None
 
     @property
     def kind(self) -> str:
         """What kind of table it is."""
         return "recstore"
+
+    @property
+    def name(self) -> str:
+        """Its name in the store."""
+        return self.table.name
+
+    @property
+    def dim(self) -> int:
+        """The embedding dimension."""
+        return self.table.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The rows' own dtype."""
+        return torch.float32
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank's shard, a dynamic table's default row included."""
+        return self.table.num_rows
+
+    @property
+    def first_row(self) -> int:
+        """The key of a dense shard's first row; a dynamic table's rows have no order."""
+        return self.table.first_key if isinstance(self.table, DenseTable) else 0
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether keys come and go; else each from 0 to ``num_embeddings - 1`` has its row."""
+        return isinstance(self.table, DynamicTable)
 
     @property
     def key_space(self) -> str:
@@ -68,13 +99,8 @@ class RecStoreTable:
         return 0
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The rows' own dtype."""
-        return torch.float32
-
-    @property
     def local_store(self) -> LocalStore:
-        """The store, of a table that is supported."""
+        """The store of a table that is supported."""
         assert isinstance(self.store, LocalStore)
         return self.store
 
@@ -84,7 +110,8 @@ class RecStoreTable:
         Args:
             vectors: rows of the table, float32 ``[n, dim]``.
         """
-        vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
+        if self.pooled:
+            vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
 
 
 def find_recstore_tables(model: nn.Module) -> list[RecStoreTable]:
@@ -97,53 +124,90 @@ def find_recstore_tables(model: nn.Module) -> list[RecStoreTable]:
         The tables in module order, those that cannot be followed (``unsupported``) too. Every rank
         gets the same tables in the same order.
     """
-    return [
-        _describe(module, path, config)
-        for module, path in find_modules(model, RecStoreEmbeddingBagCollection).items()
-        for config in module.embedding_bag_configs()
-    ]
+    kinds = (ShardedRecStoreEmbeddingBagCollection, RecStoreEmbeddingBagCollection, DistEmbedding)
+    tables = []
+    for module, path in find_modules(model, kinds).items():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, ShardedRecStoreEmbeddingBagCollection):
+            tables += _of_sharded(module, prefix)
+        elif isinstance(module, RecStoreEmbeddingBagCollection):
+            tables += [
+                _whole(prefix, module.store, module.table(config.name), tuple(config.feature_names))
+                for config in module.embedding_bag_configs()
+            ]
+        elif isinstance(module, DistEmbedding):
+            tables.append(_whole(prefix, module.weight.store, module.weight.table, (), pooled=False))
+    return tables
 
 
-def _describe(module: RecStoreEmbeddingBagCollection, path: str, config: EmbeddingBagConfig) -> RecStoreTable:
-    store = module.store
-    dynamic = config.name not in module.embedding_bags
+def _of_sharded(module: ShardedRecStoreEmbeddingBagCollection, prefix: str) -> list[RecStoreTable]:
+    sharded = module._tables
+    features = {config.name: tuple(config.feature_names) for config in module._configs}
+    if sharded.shared:
+        return [_whole(prefix, module.store, table, features[name]) for name, table in sharded.tables.items()]
+    tables = []
+    for name, table in sharded.tables.items():
+        rows, dynamic = sharded.rows[name], isinstance(table, DynamicTable)
+        num_shards, num_embeddings = len(rows.sizes), sum(rows.sizes)
+        tables.append(
+            RecStoreTable(
+                fqn=f"{prefix}{name}",
+                store=module.store,
+                table=sharded.stored(name),
+                features=features[name],
+                num_embeddings=num_embeddings,
+                shard=rows.rank,
+                # Keys of a dynamic table are dealt out by their remainder: blocks of one.
+                routing=ShardRouting.for_hash_size(num_shards if dynamic else num_embeddings, num_shards),
+                pooled=True,
+                place=None,
+                unsupported=_out_of_reach(module.store),
+            )
+        )
+    return tables
+
+
+def _whole(
+    prefix: str, store: Store | None, table: Table, features: tuple[str, ...], *, pooled: bool = True
+) -> RecStoreTable:
+    """A table whose rows are all in one store, which all ranks have open."""
+    num_embeddings = table.max_rows if isinstance(table, DynamicTable) else table.num_rows
+    place = _place(store)
+    unsupported = _out_of_reach(store)
+    if not unsupported and place is None and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        unsupported = (
+            f"each of the {ranks} ranks has its own rows in a {type(store).__name__}; shard the collection "
+            "(RecStoreEmbeddingBagCollectionSharder), or give all ranks one SharedMemoryStore"
+        )
     return RecStoreTable(
-        fqn=f"{path}.{config.name}" if path else config.name,
-        name=config.name,
+        fqn=f"{prefix}{table.name}",
         store=store,
-        features=tuple(config.feature_names),
+        table=table,
+        features=features,
+        num_embeddings=num_embeddings,
         shard=0,
-        num_rows=config.num_embeddings + dynamic,  # the default row
-        first_row=0,
-        num_embeddings=config.num_embeddings,
-        dim=config.embedding_dim,
-        dynamic=dynamic,
-        routing=ShardRouting(1, 1),
-        place=_place(store),
-        unsupported=_why_unsupported(store),
+        routing=ShardRouting.for_hash_size(num_embeddings, 1),
+        pooled=pooled,
+        place=place,
+        unsupported=unsupported,
     )
 
 
-def _why_unsupported(store: Store | None) -> str | None:
+def _out_of_reach(store: Store | None) -> str | None:
     if store is None:
-        return "its collection is on the meta device and has no rows; shard it, or make it with device=None"
+        return "it is on the meta device and has no rows; shard it, or make it with device=None"
     if not isinstance(store, LocalStore):
         return (
-            f"its rows are in a {type(store).__name__}, out of this process's reach; attach the dumper to a "
-            "model with a MemoryStore, SharedMemoryStore or FileStore"
-        )
-    if _place(store) is None and dist.is_initialized() and dist.get_world_size() > 1:
-        return (
-            f"it is not sharded, and each of the {dist.get_world_size()} ranks has rows of its own; shard "
-            "it with RecStoreEmbeddingBagCollectionSharder, or give it one SharedMemoryStore on all ranks"
+            f"its rows are in a {type(store).__name__}, out of this process's reach; use a MemoryStore, "
+            "SharedMemoryStore or FileStore"
         )
     return None
 
 
 def _place(store: Store | None) -> str | None:
-    """What identifies a store's files among all hosts; None if it has none."""
+    """What tells a store that other processes can open apart from all others, on all hosts."""
     if not isinstance(store, (SharedMemoryStore, FileStore)):
         return None
     # Two hosts, or two containers, may each have a directory of the same path.
-    boot, found = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), store.path.stat()
-    return f"{boot}:{found.st_dev}:{found.st_ino}"
+    host, directory = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), store.path.stat()
+    return f"{host}:{directory.st_dev}:{directory.st_ino}"

@@ -13,7 +13,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_ext.recstore.batch import split_batch
+from torchrec_ext.recstore.batch import GroupBatch, split_batch
 from torchrec_ext.recstore.configs import ConfigLike, checked_configs, store_tables
 from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
 from torchrec_ext.recstore.fused_ids import FusedIds
@@ -21,7 +21,7 @@ from torchrec_ext.recstore.fused_optimizer import StoreFusedOptimizer
 from torchrec_ext.recstore.initial import draw_like_embedding_bags
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
-from torchrec_ext.recstore.pooling import pool_flat, pool_rows, wants_scale_gradient
+from torchrec_ext.recstore.pooling import Pooling, pool_flat, pool_rows, wants_scale_gradient
 from torchrec_ext.recstore.prefetch import PrefetchHandle
 from torchrec_ext.recstore.reads import BatchRead
 from torchrec_ext.recstore.table_modules import DenseRows, DynamicRows
@@ -111,7 +111,8 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         if self._store is not None:
             there = self._store.tables
             draw_like_embedding_bags(
-                [table for table in wanted if isinstance(table, DenseTable) and table.name not in there]
+                [table for table in wanted if isinstance(table, DenseTable) and table.name not in there],
+                self._device,
             )
             init_fns = {config.name: config.init_fn for config in self._configs}
             wanted = create_tables(self._store, wanted, optimizer or SGD(lr), init_fns)
@@ -133,7 +134,7 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         ]
         self._trace = Trace(f"{type(self).__name__} of tables {list(self._tables)}")
         self._anchor = torch.empty(0, requires_grad=True)
-        self._handle: PrefetchHandle | None = None
+        self._handle: PrefetchHandle[BatchRead] | None = None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pools the rows of each bag.
@@ -155,20 +156,11 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         batch = split_batch(features, self._layout, is_weighted=self._is_weighted)
         admit = self.training and torch.is_grad_enabled()
         if handle is not None:
-            read: BatchRead | None = handle.use(self, features, admit=admit)
-        else:
-            self._fused_ids.check(batch)
-            in_place = isinstance(store, LocalStore) and not any(
-                part.group.dynamic or wants_scale_gradient(part) for part in batch
-            )
-            read = None if in_place else BatchRead(store, batch, self._fused_ids)
-            if read is not None:
-                read.pull(admit=admit)
-        if read is not None:
+            read = handle.use(self, features, admit=admit)
             pooled = [pool_rows(rows, part) for rows, part in zip(read.groups, batch, strict=True)]
         else:
-            assert isinstance(store, LocalStore)
-            pooled = [pool_flat(store, part) for part in batch]
+            self._fused_ids.check(batch)
+            pooled = self._read_now(store, batch, admit=admit)
         number = self._trace.next_batch()
 
         def record(lookup: Lookup, grad: torch.Tensor) -> None:
@@ -180,9 +172,25 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
             length_per_key=self._lengths_per_embedding,
         )
 
+    def _read_now(self, store: Store, batch: Sequence[GroupBatch], *, admit: bool) -> list[Pooling]:
+        local = store if isinstance(store, LocalStore) else None
+        pooled: list[Pooling | None] = [
+            None
+            if local is None or part.group.dynamic or wants_scale_gradient(part)
+            else pool_flat(local, part)
+            for part in batch
+        ]
+        rest = [part for part, done in zip(batch, pooled, strict=True) if done is None]
+        if not rest:
+            return [done for done in pooled if done is not None]
+        read = BatchRead(store, rest, self._fused_ids)
+        read.pull(admit=admit)
+        found = map(pool_rows, read.groups, rest)
+        return [next(found) if done is None else done for done in pooled]
+
     # Prefetch
 
-    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle:
+    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle[BatchRead]:
         """Starts to read a batch's rows in the background, each once.
 
         Args:
@@ -202,7 +210,7 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         self._fused_ids.check(batch)
         return PrefetchHandle(self, features, BatchRead(store, batch, self._fused_ids))
 
-    def set_fused_prefetch_handle(self, handle: PrefetchHandle | None) -> None:
+    def set_fused_prefetch_handle(self, handle: PrefetchHandle[BatchRead] | None) -> None:
         """Has the next forward pass use what a handle reads; a handle set before is released.
 
         The pass gives what it would give without: rows that changed since they were read are read again.
@@ -260,6 +268,11 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         """The optimizer state of dense tables, for TorchRec's way of saving it."""
         tables = {f"embedding_bags.{table.name}.weight": table for table in self._dense_tables()}
         return StoreFusedOptimizer(self._require_store(), tables)
+
+    @property
+    def fused_ids(self) -> FusedIds:
+        """How ids are fused and checked."""
+        return self._fused_ids
 
     def table(self, name: str) -> Table:
         """A table as the store has it."""

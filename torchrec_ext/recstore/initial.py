@@ -12,7 +12,7 @@ from torchrec_ext.store import DenseTable
 _CHUNK = 1 << 20
 
 
-def draw_like_embedding_bags(tables: Sequence[DenseTable]) -> None:
+def draw_like_embedding_bags(tables: Sequence[DenseTable], device: torch.device) -> None:
     """Takes as many random numbers as making the tables' ``nn.EmbeddingBag`` does.
 
     It draws normal values for its weight, which the configuration's ``init_fn`` overwrites. Drawing them
@@ -21,7 +21,7 @@ def draw_like_embedding_bags(tables: Sequence[DenseTable]) -> None:
     """
     for table in tables:
         left = table.num_rows * table.dim
-        scratch = torch.empty(min(left, 2 * _CHUNK))
+        scratch = torch.empty(min(left, 2 * _CHUNK), device=device)
         while left:
             piece = scratch[: left if left <= len(scratch) else _CHUNK].normal_()
             left -= len(piece)

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from torchrec_ext.recstore.reads import BatchRead
 
 Batch = TypeVar("Batch")
 
@@ -20,23 +18,41 @@ Batch = TypeVar("Batch")
 _READERS = 4
 
 
-class PrefetchHandle:
+class Read(Protocol):
+    """What happens to the rows of a batch; see ``BatchRead``."""
+
+    def pull(self, *, admit: bool) -> None:
+        """Reads all rows."""
+
+    def refresh(self, *, admit: bool) -> int:
+        """Brings the rows up to date; returns how many were read again."""
+
+
+ReadT = TypeVar("ReadT", bound=Read)
+
+
+class PrefetchHandle(Generic[ReadT]):
     """Rows of one batch that are read in the background, for one forward pass.
 
     It holds the batch's ids, and each row that they need once.
 
     Attributes:
         reread_rows: how many rows were read again when the handle was used; None before.
+
+    Args:
+        owner: the module that looks up.
+        features: the batch.
+        read: reads its rows.
     """
 
-    def __init__(self, owner: object, features: KeyedJaggedTensor, read: BatchRead) -> None:
+    def __init__(self, owner: object, features: KeyedJaggedTensor, read: ReadT) -> None:
         self.reread_rows: int | None = None
         self._owner = id(owner)
         self._of = _Identity(features)
         self._state = "not used"
-        self._read: BatchRead | None = read
+        self._read: ReadT | None = read
         # The task refers to the read and not to the handle, so that a handle nobody has is released.
-        self._done: Future[None] | None = _readers().submit(read.pull, admit=False)
+        self._done: Future[None] | None = readers().submit(read.pull, admit=False)
 
     def check_usable(self, module: object) -> None:
         """Checks that a module's next forward pass may use it.
@@ -54,7 +70,7 @@ class PrefetchHandle:
         if self._done is not None:
             wait([self._done])
 
-    def use(self, module: object, features: KeyedJaggedTensor, *, admit: bool) -> BatchRead:
+    def use(self, module: object, features: KeyedJaggedTensor, *, admit: bool) -> ReadT:
         """Waits for the rows, and brings them up to date.
 
         Args:
@@ -97,10 +113,10 @@ class PrefetchHandle:
 class Prefetching(Protocol):
     """A module that can read a batch's rows ahead."""
 
-    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle:
+    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle[Any]:
         """Starts to read."""
 
-    def set_fused_prefetch_handle(self, handle: PrefetchHandle | None) -> None:
+    def set_fused_prefetch_handle(self, handle: PrefetchHandle[Any] | None) -> None:
         """Has the next forward pass use what was read."""
 
 
@@ -139,7 +155,7 @@ def _prefetched(
     depth: int,
     features: Callable[[Batch], KeyedJaggedTensor] | None,
 ) -> Iterator[Batch]:
-    issued: deque[tuple[Batch, PrefetchHandle]] = deque()
+    issued: deque[tuple[Batch, PrefetchHandle[Any]]] = deque()
     rest = iter(batches)
     try:
         while True:
@@ -182,9 +198,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @cache
-def _readers() -> ThreadPoolExecutor:
+def readers() -> ThreadPoolExecutor:
+    """The threads that read."""
     return ThreadPoolExecutor(_READERS, thread_name_prefix="recstore-prefetch")
 
 
 # Threads do not survive a fork.
-os.register_at_fork(after_in_child=_readers.cache_clear)
+os.register_at_fork(after_in_child=readers.cache_clear)

@@ -19,7 +19,7 @@ from torchrec_ext.recstore.fused_params import store_optimizer
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Record, pool_flat, pool_rows
-from torchrec_ext.recstore.prefetch import _readers as readers
+from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
 from torchrec_ext.recstore.shard_optimizer import OptimizedShard, ShardFusedOptimizer
 from torchrec_ext.recstore.shards import RowShards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,19 +25,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_ext.recstore.batch import split_batch
+from torchrec_ext.recstore.dense_shard import DenseShard
 from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
+from torchrec_ext.recstore.dynamic_shards import DynamicShards
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.layout import Feature, Group, Layout
 from torchrec_ext.recstore.prefetch import PrefetchHandle
 from torchrec_ext.recstore.shard_lookup import RecStoreLookup, ShardedTables
-from torchrec_ext.recstore.shard_modules import DenseShard, DynamicShards, DynamicShardSpec
 from torchrec_ext.recstore.sharding import ReadAhead, RecStoreSharding
 from torchrec_ext.recstore.shards import RowShards
 from torchrec_ext.recstore.trace import Trace
 from torchrec_ext.recstore.traced import TracedModule
 from torchrec_ext.recstore.updates import apply_entries
-from torchrec_ext.recstore.whole_tables import device_of, write_rows
-from torchrec_ext.store import SGD, DenseTable, DynamicTable, LocalStore, MemoryStore, Store, StoreOptimizer
+from torchrec_ext.recstore.whole_tables import device_of, read_table, write_rows
+from torchrec_ext.store import SGD, DenseTable, DynamicTable, MemoryStore, Store, StoreOptimizer
 
 StoreOfRank = Callable[[int], Store]
 """Makes a rank's own store."""
@@ -69,7 +69,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         self._configs = module.embedding_bag_configs()
         names = [config.name for config in self._configs]
         self._trace = Trace(f"{type(self).__name__} of tables {names}")
-        self._handle: PrefetchHandle | None = None
+        self._handle: PrefetchHandle[_SentBatch] | None = None
         self._tables = _sharded_tables(module, table_name_to_parameter_sharding, env, device, store)
         super().__init__(
             _as_torchrec_sees_it(module),
@@ -84,6 +84,8 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         self._features = _features(module, self._sharding)
         self._input_layout = Layout((Group(0, False, tuple(self._features.values())),), ())
         self._create_modules()
+        if module.store is not None and module.store is not self.store:
+            self._take_rows_of(module)
         if self._tables.shared:  # until whoever made the tables has initialised their rows
             dist.barrier(env.process_group)
 
@@ -99,11 +101,18 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
             tables.store,
             tables.shared,
             {
-                name: DynamicShardSpec(table, tables.rows[name])
-                for name, table in tables.tables.items()
-                if isinstance(table, DynamicTable)
+                name: rows
+                for name, rows in tables.rows.items()
+                if isinstance(tables.tables[name], DynamicTable)
             },
+            self._sharding.lookup.fused_optimizer,
         )
+
+    def _take_rows_of(self, module: RecStoreEmbeddingBagCollection) -> None:
+        assert module.store is not None
+        for shard in self._dense_shards():
+            write_rows(self.store, shard, read_table(module.store, shard))
+        self.dynamic_tables.load_state_dict(module.dynamic_tables.state_dict())
 
     def create_embedding_bag_sharding(  # a class method of TorchRec, which calls it on the instance
         self,
@@ -177,7 +186,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
 
     # Prefetch
 
-    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle:
+    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle[_SentBatch]:
         """Sends a batch's ids to the ranks that have their rows, which start to read them.
 
         All ranks have to do this at the same time, as a forward pass.
@@ -197,7 +206,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         sent = _SentBatch(ctx, self.input_dist(ctx, features).wait(), self._sharding.lookup)
         return PrefetchHandle(self, features, sent)
 
-    def set_fused_prefetch_handle(self, handle: PrefetchHandle | None) -> None:
+    def set_fused_prefetch_handle(self, handle: PrefetchHandle[_SentBatch] | None) -> None:
         """Has the next forward pass use what a handle sent and read; a handle set before is released.
 
         Raises:
@@ -209,12 +218,23 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
             self._handle.release()
         self._handle = handle
 
-    # What its optimizers need
+    # What is in it
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configurations of the whole tables."""
+        return self._configs
+
+    @property
+    def tables(self) -> ShardedTables:
+        """The tables, and how they are dealt out."""
+        return self._tables
 
     @property
     def store(self) -> Store:
         """Where this rank's rows are."""
         return self._tables.store
+
+    # What its optimizers need
 
     def use_optimizer(self, optimizer: StoreOptimizer) -> None:
         """See ``TracedModule``.
@@ -323,20 +343,11 @@ def _sharded_tables(
         shared=shared,
         tables=tables,
         rows=rows,
-        fused_ids=module._fused_ids,
+        fused_ids=module.fused_ids,
         is_weighted=module.is_weighted() or any(config.pooling == PoolingType.MEAN for config in configs),
         optimizer=SGD(module.lr) if own is None else own.optimizer(configs[0].name),
-        init_fns={
-            config.name: config.init_fn
-            if own is None or shared
-            else partial(_copy_rows, own, config.name, rows[config.name])
-            for config in configs
-        },
+        init_fns={config.name: config.init_fn for config in configs},
     )
-
-
-def _copy_rows(store: LocalStore, table: str, rows: RowShards, to: torch.Tensor) -> None:
-    to.copy_(store.weight(table).narrow(0, rows.first, rows.count))
 
 
 def _as_torchrec_sees_it(module: RecStoreEmbeddingBagCollection) -> EmbeddingBagCollection:

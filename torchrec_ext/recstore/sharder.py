@@ -19,8 +19,8 @@ class RecStoreEmbeddingBagCollectionSharder(BaseEmbeddingSharder[RecStoreEmbeddi
     """Shards ``RecStoreEmbeddingBagCollection`` row-wise, over TorchRec's own collectives.
 
     Each rank has the rows of one range of a table's keys; of a dynamic table, those of the keys whose
-    remainder, divided by the number of ranks, is the rank. Rows that the collection has before go along,
-    those of dynamic tables do not.
+    remainder, divided by the number of ranks, is the rank. Rows that the collection
+    has before go along, their optimizer state does not.
 
     Rows are trained as TorchRec's are: in the backward pass, by the optimizer of ``fused_params`` or of
     ``apply_optimizer_in_backward``. Where neither names one, backward passes fill the trace, and a

@@ -18,7 +18,7 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding,
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.recstore.prefetch import _readers as readers
+from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
 from torchrec_ext.recstore.shard_lookup import RecStoreLookup, ShardedTables
 from torchrec_ext.recstore.trace import Trace

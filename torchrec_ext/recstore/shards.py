@@ -92,8 +92,20 @@ class RowShards:
         )
 
     def local(self, value: torch.Tensor | ShardedTensor) -> torch.Tensor:
-        """This rank's rows of a tensor that is sharded as these rows are, or whole."""
+        """This rank's rows of a tensor that is sharded as these rows are, or whole.
+
+        Raises:
+            ValueError: it has another number of rows, or is sharded otherwise.
+        """
+        if value.size()[0] != (total := sum(self.sizes)):
+            raise ValueError(f"expected {total} rows, not {value.size()[0]}")
         if not isinstance(value, ShardedTensor):
             return value.narrow(0, self.first, self.count)
-        pieces = [shard.tensor for shard in value.local_shards()]
-        return pieces[0] if pieces else torch.empty(0, *value.size()[1:])
+        shards = value.local_shards()
+        local = shards[0].tensor if shards else torch.empty(0, *value.size()[1:])
+        if len(local) != self.count:
+            raise ValueError(
+                f"this rank has {self.count} of the rows, not {len(local)}: a tensor of another number of ranks "
+                "is loaded by torch.distributed.checkpoint"
+            )
+        return local

@@ -29,9 +29,8 @@ class DenseRows(nn.Module):
         super().__init__()
         self._store, self._table = store, table
         if store is None:
-            self.weight = nn.Parameter(
-                torch.empty(table.num_rows, table.dim, device="meta"), requires_grad=False
-            )
+            # With a gradient, which TorchRec's apply_optimizer_in_backward needs to see.
+            self.weight = nn.Parameter(torch.empty(table.num_rows, table.dim, device="meta"))
         elif isinstance(store, LocalStore):
             self.weight = nn.Parameter(read_table(store, table), requires_grad=False)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from torchrec_ext.recstore.gradient import kept
+from torchrec_ext.recstore.gradient import SpareBuffers, is_sole_reference
 from torchrec_ext.recstore.lookups import KeyedLookup, Lookup, Triple, one_each
 
-# Entries that may wait before those of one table are added up: so memory is bounded by the rows that
-# have a gradient, as it is for a dense parameter, whatever the number of backward passes.
+# Backward passes through the same tables that may wait before they are added up: so memory is bounded
+# by the rows that have a gradient, as it is for a dense parameter, however many passes there are.
 _MAX_ENTRIES = 16
 
 
@@ -24,11 +25,13 @@ class TraceEntry:
         lookup: what was looked up.
         grad: the gradient of what was pooled, ``[batch_size, num_features * dim]``.
         grad_version: torch's count of changes to ``grad``.
+        buffer: the spare buffer that ``grad`` is in, if any.
     """
 
     lookup: Lookup
     grad: torch.Tensor
     grad_version: int
+    buffer: torch.Tensor | None = None
 
     def check(self) -> None:
         """Checks that nobody changed the gradient.
@@ -60,7 +63,8 @@ class Trace:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._entries: list[TraceEntry] = []
-        self._limit = _MAX_ENTRIES
+        self._entries_of: Counter[tuple[str, ...]] = Counter()
+        self._spare = SpareBuffers()
         self._batch = 0
         self._batches: set[int] = set()
         self._warned = False
@@ -92,14 +96,16 @@ class Trace:
                     "the optimizer accumulation_steps=<batches per step>.",
                     stacklevel=2,
                 )
-        grad = kept(grad)
-        self._entries.append(TraceEntry(lookup, grad, grad._version))
-        if len(self._entries) > self._limit:
-            self._entries = self._added_up()
-            self._limit = len(self._entries) + _MAX_ENTRIES
+        buffer = None
+        if not is_sole_reference(grad):
+            grad, buffer = self._spare.copy(grad)
+        self._entries.append(TraceEntry(lookup, grad, grad._version, buffer))
+        self._entries_of[lookup.tables] += 1
+        if self._entries_of[lookup.tables] > _MAX_ENTRIES:
+            self._replace_entries(self._added_up())
 
     def take(self) -> list[TraceEntry]:
-        """The entries, which are not in the trace any more."""
+        """The entries, which are not in the trace any more; good until the next ``record``."""
         entries = self._entries
         self.clear()
         for entry in entries:
@@ -108,9 +114,15 @@ class Trace:
 
     def clear(self) -> None:
         """Forgets all gradients."""
-        self._entries = []
-        self._limit = _MAX_ENTRIES
+        self._replace_entries([])
         self._batches.clear()
+
+    def _replace_entries(self, entries: list[TraceEntry]) -> None:
+        for entry in self._entries:
+            if entry.buffer is not None:
+                self._spare.give_back(entry.buffer)
+        self._entries = entries
+        self._entries_of.clear()
 
     def _added_up(self) -> list[TraceEntry]:
         ids_of: dict[str, list[torch.Tensor]] = {}

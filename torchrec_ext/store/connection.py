@@ -268,7 +268,7 @@ class Request:
 
     def _unanswered(self, error: Exception) -> StoreError:
         explained = self._connection.explained(error, self._timeout)
-        if not self._is_change:
+        if not self._is_change or isinstance(error, flight.FlightUnauthenticatedError):
             return explained
         return StoreError(f"{explained}; the change may have been made, or not, or by some servers only")
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pyarrow.flight as flight
 import torch
 
@@ -55,6 +56,8 @@ class StoreServer:
         tls: tuple[bytes, bytes] | None = None,
         insecure: bool = False,
     ) -> None:
+        if store.device.type != "cpu":
+            raise ValueError(f"a server's store must be on the CPU, not on {store.device}")
         parts = urlsplit(url)
         if parts.scheme not in ("grpc", "grpc+tls") or not parts.hostname:
             raise ValueError(f"a server listens on grpc://host:port or grpc+tls://host:port, not {url!r}")
@@ -130,6 +133,8 @@ class _Flight(flight.FlightServerBase):
         tensors: Tensors = ()
         try:
             result, tensors = self._requests.answer(*wire.receive(reader))
+        except pa.ArrowException:
+            raise  # the client is gone
         except Exception as error:
             result = {"error": wire.error_to_json(error)}
             if not wire.travels(error):

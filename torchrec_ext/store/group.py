@@ -165,13 +165,24 @@ class RowGroup:
         self.versions_of(table).index_fill_(0, rows, -clock)
 
     def repair(self, clock: int) -> None:
-        """Finishes what a process that died in the middle of a change left undone."""
-        for name, keys in self.keys.items():
+        """Finishes what a process that died in the middle of a change left undone.
+
+        Which rows the change had reached is not known: all of them count as written.
+        """
+        for name in self.tables:
+            versions = self.versions_of(name)
+            if name not in self.keys:
+                versions.fill_(clock)
+                continue
+            keys = self.keys[name]
             if not keys.check():
                 keys.rebuild()
             rows = keys.rows_in_use()
-            fresh = rows[self.versions_of(name)[rows] <= 0]
-            self.initialize_rows(name, fresh, clock)
+            self.initialize_rows(name, rows[versions[rows] <= 0], clock)
+            left = versions > 0
+            left[rows] = False
+            versions.masked_fill_(left, -clock)
+            versions.index_fill_(0, rows, clock)
 
     def set_optimizer(self, optimizer: StoreOptimizer) -> None:
         """Changes the optimizer; state of another kind is replaced by initial state."""

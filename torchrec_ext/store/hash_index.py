@@ -36,11 +36,12 @@ class HashIndex:
 
     Open addressing with linear probing, vectorised: all keys of a call probe their next slot together. A
     slot holds the number of a row and, in the bits above it, a part of the key's hash, so that most keys
-    are compared only with themselves. The slots in use double when more than 3/5 of them hold keys.
+    are compared only with themselves. When more than 3/5 of the slots in use hold keys, their number is
+    doubled; when more than 3/4 hold keys or tombstones, they are filled anew. All keys move then.
 
-    ``keys`` and ``taken`` are the truth and are written first; the slots and the free rows can be
-    rebuilt from them. A process that dies half-way leaves an index that ``check`` finds wanting; finding
-    ends there too, since no key is farther from its home than the longest way of any key before.
+    The keys of rows, and which rows are taken, are the truth and are written first; slots and free rows
+    can be made anew from them. A process that dies half-way leaves an index that ``check`` finds wanting.
+    Finding ends even there: it goes no farther from a key's home than any key was ever put.
 
     Nothing is kept outside of the arrays, and nothing is locked.
 
@@ -204,7 +205,7 @@ class HashIndex:
         entries = self._slots.take(slots)
         rows = entries & self._row_mask
         found = self._keys.take(rows) == keys
-        found &= rows != 0
+        found &= rows != 0  # a tombstone is no row, though key 0 looks like row 0's
         rows *= found
         # Most keys are done. The others go on, fewer at every step.
         left = np.flatnonzero((entries != _EMPTY) & ~found)
@@ -221,7 +222,7 @@ class HashIndex:
             alike = alike[same]
             rows[left[alike]] = row[same]
             slots[left[alike]] = slot[alike]
-            entries[alike] = _EMPTY
+            entries[alike] = _EMPTY  # these are done too
             on = np.flatnonzero(entries)
             left, slot, key, tag = left[on], slot[on], key[on], tag[on]
         return rows, slots

@@ -1,6 +1,6 @@
 """Lookup and update of embedding rows in flat arrays: where the time of a training step goes.
 
-Everything here runs on any device. On the CPU, updates by the usual optimizers go to ``_numba_kernels``
+Everything here runs on any device. On the CPU, updates by the usual optimizers go to ``_numba_update``
 where numba is installed (the extra ``fast``), unless the environment says ``TORCHREC_EXT_NUMBA=0``.
 No gradient flows through any of these functions.
 """
@@ -55,8 +55,8 @@ def batch_major(
         torch.cumsum(lengths, 0, out=offsets[1:])
     else:
         shape = (num_features, batch_size, bag_size)
-        rows = rows.view(shape).transpose(0, 1).reshape(-1)
-        scale = None if scale is None else scale.view(shape).transpose(0, 1).reshape(-1)
+        rows = rows.reshape(shape).transpose(0, 1).reshape(-1)
+        scale = None if scale is None else scale.reshape(shape).transpose(0, 1).reshape(-1)
         offsets = torch.arange(len(lengths) + 1, device=rows.device).mul_(bag_size)
     return Bags(rows, offsets, batch_size, num_features, scale, bag_size)
 
@@ -69,7 +69,7 @@ def feature_major(bags: Bags, values: torch.Tensor) -> torch.Tensor:
         values: float32 ``[n]``, in the order of ``bags.rows``.
     """
     if bags.bag_size is not None:
-        return values.view(bags.batch_size, bags.num_features, bags.bag_size).transpose(0, 1).reshape(-1)
+        return values.reshape(bags.batch_size, bags.num_features, bags.bag_size).transpose(0, 1).reshape(-1)
     values, _, _ = _transposed(values, None, bags.offsets.diff(), bags.batch_size, bags.num_features)
     return values
 
@@ -240,7 +240,11 @@ def _fused_update_(
     """Updates by machine code if it can; returns whether it did."""
     if weight.device.type != "cpu" or (fused := _fused_kernels()) is None:
         return False
-    return bool(fused.update_(weight, slots, versions, bags, per_bag, optimizer, lr=lr, version=version))
+    try:
+        return bool(fused.update_(weight, slots, versions, bags, per_bag, optimizer, lr=lr, version=version))
+    except OSError as error:  # before it ran: numba keeps what it compiles on disk, and that may be full
+        logger.warning("an update went through torch operators: %s", error)
+        return False
 
 
 def _fused_kernels() -> ModuleType | None:
@@ -252,7 +256,7 @@ def _fused_kernels() -> ModuleType | None:
 @functools.cache
 def _import_fused_kernels() -> ModuleType | None:
     try:
-        return importlib.import_module("torchrec_ext.store._numba_kernels")
+        return importlib.import_module("torchrec_ext.store._numba_update")
     except ImportError as error:
         logger.debug("updates go through torch operators: %s", error)
         return None

@@ -132,7 +132,7 @@ class DynamicKeys:
 
     def evict(self, rows: torch.Tensor) -> None:
         """Takes rows away from their keys, with frequency and all; rows without a key are left out."""
-        distinct = np.unique(rows.numpy())
+        distinct = _distinct(rows.numpy())
         self._index.drop(distinct[self._index.taken(distinct)])
 
     def unused_since(self, step: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class DynamicKeys:
             ValueError: keys repeat; nothing was changed.
         """
         wanted = self._array(keys)
-        if len(np.unique(wanted)) < len(wanted):
+        if len(_distinct(wanted)) < len(wanted):
             raise ValueError(f"table {self._table.name!r}: keys to load must not repeat")
         if len(wanted) > self._table.max_rows:
             raise self._full(len(wanted), self._table.max_rows)
@@ -275,3 +275,11 @@ class DynamicKeys:
             f"table {table.name!r} is full: {count} keys need a row, {free} of max_rows={table.max_rows} are "
             f"free; raise max_rows, {remedy}, or admit keys later (filter_freq={table.filter.filter_freq})"
         )
+
+
+def _distinct(values: Ints) -> Ints:
+    """Values without repeats, ascending; ``np.unique`` hashes in some versions, which is a lot slower."""
+    in_order = np.sort(values)
+    first = np.ones(len(in_order), np.bool_)
+    np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
+    return in_order[first]

@@ -126,6 +126,7 @@ class RemoteStore(Store):
         count = len(self.urls)
         parts = [({**args, "share": [index, count]}, ()) for index in range(count)]
         answers = self._servers.ask("create_tables", parts, timeout=self._bulk_timeout)
+        self._known |= {table.name: table for table in tables}
         made = {name for answer in answers for name in answer.content["made"]}
         return [table.name for table in tables if table.name in made]
 
@@ -314,10 +315,14 @@ class RemoteStore(Store):
     def restore(self, snapshot: StoreSnapshot) -> None:
         """See ``Store``."""
         self.drain()
-        here = self.tables
-        there = {name: part.table for name, part in snapshot.tables.items()}
-        if here != there:
-            raise ValueError(f"the snapshot is of tables {there}, the store has {here}")
+        tables = self.tables
+        if set(snapshot.tables) != set(tables):
+            raise ValueError(
+                f"the snapshot is of tables {sorted(snapshot.tables)}, the store has {sorted(tables)}"
+            )
+        for name, part in snapshot.tables.items():
+            if part.table != tables[name]:
+                raise ValueError(f"the snapshot's table is {part.table}, the store's {tables[name]}")
         shares = split_snapshot(snapshot, len(self.urls))
         self._servers.ask(
             "restore", [wire.snapshot_to_message(share) for share in shares], timeout=self._bulk_timeout

@@ -135,7 +135,7 @@ def find_zch_tables(model: nn.Module) -> list[ZchTable]:
     """
     return [
         _describe(module, path, name)
-        for module, path in find_modules(model, BaseShardedManagedCollisionEmbeddingCollection).items()
+        for module, path in find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,)).items()
         for name in internals.collision_modules(module)
     ]
 
@@ -145,16 +145,16 @@ def has_unsharded_zch(model: nn.Module) -> bool:
     return any(isinstance(m, BaseManagedCollisionEmbeddingCollection) for m in model.modules())
 
 
-def find_modules(model: nn.Module, kind: type[ModuleT]) -> dict[ModuleT, str]:
-    """The modules of a kind in a model, and the path to each, with wrappers left out."""
+def find_modules(model: nn.Module, kinds: tuple[type[ModuleT], ...]) -> dict[ModuleT, str]:
+    """The modules of some kinds in a model, and the path to each, with wrappers left out."""
     paths: dict[ModuleT, str] = {}
-    for path, module in _modules(model, kind, ""):
+    for path, module in _modules(model, kinds, ""):
         paths.setdefault(module, path)  # of several paths to a module, the first counts
     return paths
 
 
-def _modules(module: nn.Module, kind: type[ModuleT], path: str) -> Iterator[tuple[str, ModuleT]]:
-    if isinstance(module, kind):
+def _modules(module: nn.Module, kinds: tuple[type[ModuleT], ...], path: str) -> Iterator[tuple[str, ModuleT]]:
+    if isinstance(module, kinds):
         yield path, module
         return
     hidden = {_COMPILED}
@@ -164,7 +164,7 @@ def _modules(module: nn.Module, kind: type[ModuleT], path: str) -> Iterator[tupl
         hidden.add(_DDP)
     for name, child in module.named_children():
         child_path = path if name in hidden else f"{path}.{name}" if path else name
-        yield from _modules(child, kind, child_path)
+        yield from _modules(child, kinds, child_path)
 
 
 def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str, name: str) -> ZchTable:

@@ -18,7 +18,11 @@ from torchrec.distributed.mc_embedding_modules import (
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+from torchrec.modules.mc_modules import (
+    ManagedCollisionModule,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+)
 
 from torchrec_ext.errors import TorchRecVersionError
 
@@ -134,6 +138,12 @@ def flush_cache(tbe: nn.Module) -> None:
         tbe.flush()  # type: ignore[operator]
 
 
+def drop_cache(tbe: nn.Module) -> None:
+    """Forgets rows that sit in a UVM cache, after the weights were written by other means than training."""
+    if hasattr(tbe, "reset_cache_states"):
+        tbe.reset_cache_states()  # type: ignore[operator]
+
+
 def pools(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
     """Whether lookups are pooled into bags."""
     return bool(_private(module, "bagged"))
@@ -169,6 +179,26 @@ def slots(mcm: MCHManagedCollisionModule) -> tuple[torch.Tensor, torch.Tensor]:
 def first_row(mcm: MCHManagedCollisionModule) -> int:
     """The global row at which this rank's shard starts."""
     return int(_private(mcm, "_output_global_offset"))
+
+
+def eviction_policy(mcm: MCHManagedCollisionModule) -> MCHEvictionPolicy:
+    """The policy that decides which ids keep their rows."""
+    return _private(mcm, "_eviction_policy")
+
+
+def eviction_metadata(mcm: MCHManagedCollisionModule) -> dict[str, torch.Tensor]:
+    """What the eviction policy knows of each slot, by its own names, int64 ``[n]`` each."""
+    return dict(_private(mcm, "_mch_metadata"))
+
+
+def shard_bounds(mcm: MCHManagedCollisionModule) -> torch.Tensor:
+    """The global rows at which the shards start, then the number of rows, then -1s; int64 ``[1025]``."""
+    return _private(mcm, "_output_segments_tensor")
+
+
+def iteration(mcm: MCHManagedCollisionModule) -> torch.Tensor:
+    """The number of training batches seen, int64 ``[1]``, the same on all ranks."""
+    return _private(mcm, "_current_iter_tensor")
 
 
 def has_hash_function(mcm: MCHManagedCollisionModule) -> bool:
