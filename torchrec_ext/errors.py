@@ -24,7 +24,7 @@ class DeltaDumpError(RuntimeError):
 
 
 class StoreError(RuntimeError):
-    """A store cannot be opened or reached, or its files are damaged; the message names the file or address."""
+    """A store cannot be opened or reached, or is damaged; the message names the file or the address."""
 
 
 class TableFullError(RuntimeError):

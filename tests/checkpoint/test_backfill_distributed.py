@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -169,6 +169,20 @@ def _load_whole() -> None:
 
 def test_whole_tensors_load_into_a_sharded_model() -> None:
     run_on(2, _load_whole)
+
+
+def _flattened_parameters() -> None:
+    trained, optimizer = _dense("ddp")
+    _train(trained, optimizer, range(1), cold=True)
+    state = get_optimizer_state_dict(trained, optimizer, options=FLATTENED)
+    model = FullyShardedDataParallel(Dense(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="use fully_shard"):
+        backfill_optimizer_state(optimizer, state, model=model)
+
+
+def test_flattened_parameters_are_refused() -> None:
+    run_on(1, _flattened_parameters)
 
 
 class Recommender(nn.Module):

@@ -1,4 +1,4 @@
-"""The cases in which a delta of a RecStore table is easily wrong, each staged on its own, and what is refused."""
+"""The cases in which a delta of a RecStore table is easily wrong, and what is refused."""
 
 from __future__ import annotations
 

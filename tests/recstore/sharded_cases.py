@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
@@ -23,12 +23,12 @@ from tests.recstore.cases import MEAN, SUM, config
 from tests.support import models
 from torchrec_ext.recstore import (
     RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingBagCollectionSharder,
     SparseAdagrad,
     SparseAdam,
     SparseRowWiseAdagrad,
     SparseSGD,
 )
-from torchrec_ext.recstore.sharder import RecStoreEmbeddingBagCollectionSharder
 from torchrec_ext.zch import ZchEmbeddingBagCollectionSharder
 
 # Two features on one table, one feature on two tables, two dimensions, shards of different sizes; with
@@ -56,28 +56,27 @@ SPARSE = {
 Arrays = dict[str, NDArray[Any]]
 
 
-def weights(tables: Sequence[EmbeddingBagConfig] = TABLES) -> dict[str, torch.Tensor]:
+def weights() -> dict[str, torch.Tensor]:
     """Initial rows: small multiples of 1/8."""
     generator = torch.Generator().manual_seed(7)
-    return {
-        table.name: torch.randint(-16, 17, (table.num_embeddings, table.embedding_dim), generator=generator) / 8
-        for table in tables
-    }
+    shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in TABLES}
+    return {name: torch.randint(-16, 17, shape, generator=generator) / 8 for name, shape in shapes.items()}
 
 
-def batch(step: int, rank: int, *, weighted: bool = False, rows: Mapping[str, int] = ROWS) -> KeyedJaggedTensor:
+def batch(step: int, rank: int, *, weighted: bool = False) -> KeyedJaggedTensor:
     """Bags have 0, 1, 2 or 4 ids; rank 1's second batch has none at all."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     size = 4 + step % 2
-    lengths = torch.tensor([0, 1, 2, 4])[torch.randint(4, (len(rows), size), generator=generator)]
+    lengths = torch.tensor([0, 1, 2, 4])[torch.randint(4, (len(ROWS), size), generator=generator)]
     if (step, rank) == (1, 1):
         lengths.zero_()
     counts = lengths.sum(dim=1).tolist()
     ids = [
-        torch.randint(rows[name], (n,), generator=generator) for name, n in zip(rows, counts, strict=True)
+        torch.randint(rows, (count,), generator=generator)
+        for rows, count in zip(ROWS.values(), counts, strict=True)
     ]
     scale = torch.randint(1, 5, (sum(counts),), generator=generator) / 4 if weighted else None
-    return KeyedJaggedTensor(list(rows), torch.cat(ids), weights=scale, lengths=lengths.view(-1))
+    return KeyedJaggedTensor(list(ROWS), torch.cat(ids), weights=scale, lengths=lengths.view(-1))
 
 
 def coefficients(step: int, rank: int, shape: torch.Size) -> torch.Tensor:
@@ -215,9 +214,7 @@ def train_step(model: nn.Module, step: int, case: Case, optimizer: Any = None) -
     loss_of(outputs, step).backward()
     if optimizer is not None:
         optimizer.step()
-    return [
-        {key: value.detach().numpy() for key, value in output.to_dict().items()} for output in outputs
-    ]
+    return [{key: value.detach().numpy() for key, value in output.to_dict().items()} for output in outputs]
 
 
 def loss_of(outputs: Sequence[Any], step: int) -> torch.Tensor:
@@ -231,7 +228,10 @@ def loss_of(outputs: Sequence[Any], step: int) -> torch.Tensor:
 def shards_of(state: Mapping[str, Any]) -> dict[str, list[tuple[int, NDArray[Any]]]]:
     """This rank's parts of sharded tensors: where each starts, and its values."""
     return {
-        key: [(shard.metadata.shard_offsets[0], shard.tensor.detach().numpy().copy()) for shard in value.local_shards()]
+        key: [
+            (shard.metadata.shard_offsets[0], shard.tensor.detach().numpy().copy())
+            for shard in value.local_shards()
+        ]
         for key, value in state.items()
         if isinstance(value, ShardedTensor)
     }
@@ -249,4 +249,5 @@ def assembled(parts: Sequence[Mapping[str, list[tuple[int, NDArray[Any]]]]]) -> 
 def optimizer_shards(model: DistributedModelParallel, path: str) -> dict[str, list[tuple[int, NDArray[Any]]]]:
     """This rank's parts of the optimizer state of a module."""
     state = model.fused_optimizer.state_dict()["state"]
-    return shards_of({key: value for name, slots in state.items() if name.startswith(path) for key, value in slots.items()})
+    of_module = [slots for name, slots in state.items() if name.startswith(path)]
+    return shards_of({key: value for slots in of_module for key, value in slots.items()})

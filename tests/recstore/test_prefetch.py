@@ -207,6 +207,18 @@ def test_ten_thousand_unused_handles_leave_nothing_behind() -> None:
     assert threading.active_count() <= threads + 4
 
 
+def test_handles_that_are_released_before_their_turn_are_never_read() -> None:
+    store = Held()
+    ahead = collection(store)
+    handles = [ahead.issue_fused_prefetch(keyed([[[1]], [[2]], [[3]]], FEATURES)) for _ in range(20)]
+    assert store.started.acquire(timeout=60)
+    for handle in handles[:-1]:
+        handle.release()
+    store.goes_on.set()
+    handles[-1].wait()
+    assert len(store.pulled) < 10  # those under way, and the last
+
+
 def test_an_error_of_the_background_read_surfaces_at_use() -> None:
     store = Failing()
     ahead = collection(store)
@@ -279,6 +291,19 @@ class Watched(InterfaceOnly):
     def pull_many(self, requests: Sequence[tuple[str, torch.Tensor]], **options: Any) -> list[Rows]:
         self.pulled.append([(table, keys.tolist()) for table, keys in requests])
         return self.behind.pull_many(requests, **options)
+
+
+class Held(Watched):
+    """Lets nobody read until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started, self.goes_on = threading.Semaphore(0), threading.Event()
+
+    def pull_many(self, requests: Sequence[tuple[str, torch.Tensor]], **options: Any) -> list[Rows]:
+        self.started.release()
+        assert self.goes_on.wait(timeout=60)
+        return super().pull_many(requests, **options)
 
 
 class Failing(InterfaceOnly):

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.recstore.sharded_cases import (
     SPARSE,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from tests.recstore.cases import config
+from tests.recstore.cases import InterfaceOnly, config
 from tests.recstore.sharded_cases import (
     LR,
     OPTIMIZERS,
@@ -26,9 +27,8 @@ from tests.recstore.sharded_cases import (
     train_step,
 )
 from tests.support.workers import run_on
-from torchrec_ext.recstore import RecStoreEmbeddingBagCollection
-from torchrec_ext.recstore.sharder import RecStoreEmbeddingBagCollectionSharder
-from torchrec_ext.store import CounterFilter, LocalStore, Uniform
+from torchrec_ext.recstore import RecStoreEmbeddingBagCollection, RecStoreEmbeddingBagCollectionSharder
+from torchrec_ext.store import CounterFilter, MemoryStore, SharedMemoryStore, Store, Uniform
 
 OPTIMIZER_NAMES = list(OPTIMIZERS)
 
@@ -115,13 +115,29 @@ def dynamic_batch(step: int, rank: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["a", "b", "c"], torch.cat(ids), lengths=lengths.view(-1))
 
 
-def build_dynamic(optimizer: str, **sharder: Any) -> DistributedModelParallel:
+def far(rank: int) -> Store:
+    return InterfaceOnly(MemoryStore())
+
+
+class Opened:
+    """Opens the store of this name on each rank."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> SharedMemoryStore:
+        return SharedMemoryStore(self.name)
+
+
+def build_dynamic(optimizer: str, store: Any) -> DistributedModelParallel:
     torch.manual_seed(0)
+    if isinstance(store, Opened):
+        store = store()
     fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR}
     model = DistributedModelParallel(
         torch.nn.ModuleDict({"rec": dynamic_collection("meta")}),
         device=torch.device("cpu"),
-        sharders=[RecStoreEmbeddingBagCollectionSharder(fused, **sharder)],
+        sharders=[RecStoreEmbeddingBagCollectionSharder(fused, store=store)],
     )
     rec = model.module["rec"]
     rec.load_state_dict({"embedding_bags.z.weight": torch.zeros(30, 4)}, strict=False)
@@ -135,7 +151,7 @@ def step_dynamic(model: DistributedModelParallel, step: int) -> Any:
     return values.detach().numpy()
 
 
-def contents(store: LocalStore) -> Any:
+def contents(store: Store) -> Any:
     """What a store holds of the dynamic tables."""
     snapshot = store.snapshot()
     found = {}
@@ -155,18 +171,19 @@ def contents(store: LocalStore) -> Any:
     return found
 
 
-def train_dynamic_and_save(optimizer: str, path: str) -> Any:
-    model = build_dynamic(optimizer)
+def train_dynamic_and_save(optimizer: str, path: str, store: Any = None) -> Any:
+    model = build_dynamic(optimizer, store)
     outputs = [step_dynamic(model, step) for step in range(3)]
     save(model, path)
     return outputs, contents(model.module["rec"].store)
 
 
-def load_dynamic_and_train(optimizer: str, path: str) -> Any:
-    model = build_dynamic(optimizer)
+def load_dynamic_and_train(optimizer: str, path: str, store: Any = None) -> Any:
+    model = build_dynamic(optimizer, store)
     step_dynamic(model, 9)
     load(model, path)
     outputs = [step_dynamic(model, step) for step in range(3, 5)]
+    dist.barrier()  # the last updates of all ranks are in a store that they share
     return outputs, contents(model.module["rec"].store)
 
 
@@ -220,21 +237,47 @@ def assert_same_contents(found: Any, expected: Any) -> None:
                 np.testing.assert_allclose(found_slots[slot], values, rtol=1e-5, atol=1e-5)
 
 
+def assert_same_outputs(found: list[Any], expected: list[Any], first_step: int) -> None:
+    for rank, (outputs, _) in enumerate(found):
+        for step, values in enumerate(outputs, first_step):
+            np.testing.assert_allclose(values, expected[step][rank], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("world_size", [3, 1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 def test_dynamic_tables_train_as_on_one_process_and_go_on_at_another_world_size(
     tmp_path: Path, world_size: int, optimizer: str
 ) -> None:
-    before = run_on(2, train_dynamic_and_save, optimizer, str(tmp_path))
-    after = run_on(world_size, load_dynamic_and_train, optimizer, str(tmp_path))
+    store = far if optimizer == "adagrad" else None
+    before = run_on(2, train_dynamic_and_save, optimizer, str(tmp_path), store)
+    after = run_on(world_size, load_dynamic_and_train, optimizer, str(tmp_path), store)
 
     outputs, expected = one_process(optimizer, [2, 2, 2])
-    assert_same_contents(merged([contents for _, contents in before]), expected)
-    for rank, (found, _) in enumerate(before):
-        for step in range(3):
-            np.testing.assert_allclose(found[step], outputs[step][rank], rtol=1e-5, atol=1e-5)
+    assert_same_outputs(before, outputs, 0)
+    assert_same_contents(merged([found for _, found in before]), expected)
     outputs, expected = one_process(optimizer, [2, 2, 2, world_size, world_size])
-    assert_same_contents(merged([contents for _, contents in after]), expected)
-    for rank, (found, _) in enumerate(after):
-        for step in (3, 4):
-            np.testing.assert_allclose(found[step - 3], outputs[step][rank], rtol=1e-5, atol=1e-5)
+    assert_same_outputs(after, outputs, 3)
+    assert_same_contents(merged([found for _, found in after]), expected)
+
+
+@pytest.mark.parametrize(("from_shared", "to_shared"), [(True, False), (False, True), (True, True)])
+def test_dynamic_tables_move_between_a_shared_store_and_stores_of_each_rank(
+    tmp_path: Path, from_shared: bool, to_shared: bool
+) -> None:
+    names = [f"test-{uuid.uuid4().hex}" for _ in range(2)]
+    first, second = (
+        Opened(name) if is_shared else None
+        for name, is_shared in zip(names, (from_shared, to_shared), strict=True)
+    )
+    try:
+        before = run_on(2, train_dynamic_and_save, "adam", str(tmp_path), first)
+        after = run_on(3, load_dynamic_and_train, "adam", str(tmp_path), second)
+    finally:
+        for name in names:
+            SharedMemoryStore(name).unlink()
+    outputs, _ = one_process("adam", [2, 2, 2])
+    assert_same_outputs(before, outputs, 0)
+    outputs, expected = one_process("adam", [2, 2, 2, 3, 3])
+    assert_same_outputs(after, outputs, 3)
+    found = [found for _, found in after]
+    assert_same_contents(found[0] if to_shared else merged(found), expected)

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
 from torchrec.streamable import Pipelineable
 
 from tests.recstore.cases import InterfaceOnly
-from tests.recstore.sharded_cases import LR, SPARSE, Case, batch, build, loss_of, shards_of, train_step
+from tests.recstore.sharded_cases import Case, batch, build, loss_of, shards_of, train_step
 from tests.support.workers import run_on
 from torchrec_ext.recstore import prefetched
 from torchrec_ext.store import MemoryStore, Rows, Store
@@ -101,14 +100,14 @@ def assert_identical(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", ["near", "far"])
 def test_a_sparse_dist_pipeline_trains_as_a_plain_loop_does(world_size: int, store: str) -> None:
     case = Case("adagrad")
     assert_identical(run_on(world_size, pipelined, case, store), run_on(world_size, plain, case))
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", ["near", "far"])
 def test_prefetched_batches_train_as_a_plain_loop_does(store: str, depth: int) -> None:
     case = Case("rowwise_adagrad")
     assert_identical(run_on(2, with_handles, case, store, depth), run_on(2, plain, case))

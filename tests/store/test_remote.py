@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 import torch
@@ -38,6 +41,7 @@ from torchrec_ext.store import (
     StoreOptimizer,
     StoreSnapshot,
     Uniform,
+    shares,
     wire,
 )
 from torchrec_ext.store.flight_server import StoreServer
@@ -361,6 +365,55 @@ def test_the_only_writer_asks_no_server_about_rows_that_it_did_not_write() -> No
             store.refresh_many([("dense", unwritten)])
 
 
+def test_the_only_writer_asks_about_rows_that_may_have_been_written() -> None:
+    local = MemoryStore()
+    server = StoreServer(local)
+    with RemoteStore([server.url], timeout=0.5, writers="one") as store:
+        store.create_tables(TABLES, SGD(1.0))
+        (held,) = store.pull_many([("dense", ids(5))])
+        before = local.clock
+        with local._state.locked(exclusive=True), pytest.raises(StoreError, match="did not answer"):
+            store.update("dense", ids(5), torch.ones(1, 4))
+        while local.clock == before:  # the server goes on by itself
+            local.pull("dense", ids(5))
+        assert store.refresh_many([("dense", held)]) == 1
+    server.close()
+
+
+def test_the_only_writer_asks_about_rows_that_it_restored(stack: ExitStack) -> None:
+    store = stack.enter_context(RemoteStore(serve(stack), writers="one"))
+    store.create_tables(TABLES, SGD(1.0))
+    snapshot = store.snapshot()
+    store.update("dense", ids(5), torch.ones(1, 4))
+    (held,) = store.pull_many([("dense", ids(5))])
+    store.restore(snapshot)
+    assert store.refresh_many([("dense", held)]) == 1
+    assert torch.equal(held.rows, DENSE.initializer.rows(ids(5), 4))
+
+
+@pytest.mark.parametrize("writers", ["many", "one"])
+def test_whatever_reads_sees_the_updates_that_nobody_waited_for(stack: ExitStack, writers: Any) -> None:
+    store = stack.enter_context(RemoteStore(serve(stack, 2), writers=writers))
+    store.create_tables(TABLES, SGD(1.0))
+    store.write("dense", ids(5, 6), torch.zeros(2, 4))
+    (held,) = store.pull_many([("dense", ids(5, 6))])
+
+    def refreshed() -> torch.Tensor:
+        store.refresh_many([("dense", held)])
+        return held.rows
+
+    reads: list[Callable[[], torch.Tensor]] = [
+        refreshed,
+        lambda: store.pull("dense", ids(5, 6)),
+        lambda: store.read("dense", ids(5, 6))[0],
+        lambda: store.snapshot().tables["dense"].weight[:2],
+    ]
+    for count, read in enumerate(reads, 1):
+        for _ in range(20):
+            store.update_async("dense", ids(5, 6), torch.ones(2, 4))
+        assert torch.equal(read(), torch.full((2, 4), -20.0 * count))
+
+
 # Servers that are gone, come back, or are others
 
 
@@ -548,6 +601,56 @@ def test_other_hosts_are_not_let_in_without_a_token() -> None:
             StoreServer(store, "grpc://0.0.0.0:0")
         StoreServer(store, "grpc://0.0.0.0:0", token=TOKEN).close()
     StoreServer(MemoryStore(), "grpc://0.0.0.0:0", insecure=True).close()
+
+
+def test_two_servers_cannot_have_one_address(stack: ExitStack) -> None:
+    (url,) = serve(stack)
+    with MemoryStore() as store, pytest.raises(StoreError, match=f"cannot listen on {url}"):
+        StoreServer(store, url)
+
+
+# Messages
+
+
+def test_a_message_that_is_cut_short_or_none_at_all_changes_nothing(stack: ExitStack) -> None:
+    local = MemoryStore()
+    local.create_tables(TABLES, SGD(1.0))
+    server = StoreServer(local)
+    stack.callback(server.close)
+    client = stack.enter_context(flight.FlightClient(server.url))
+    (hello,) = client.do_action(flight.Action(wire.HELLO, b""))
+    args = {"tables": ["dense"], "step": 1, "lr": None}
+    header = {"op": "update_many", "args": args, "instance": json.loads(hello.body.to_pybytes())["instance"]}
+    update = {**header, "tensors": [["int64", [1]], ["float32", [1, 4]]]}
+    whole = [ids(5).numpy().view("uint8"), torch.ones(1, 4).numpy().reshape(-1).view("uint8")]
+    clock = local.clock
+    for metadata, pieces, message in [
+        (json.dumps(update), whole[:1], "cut short"),
+        (json.dumps(update), [*whole, *whole], "longer than announced"),
+        (json.dumps({**header, "tensors": [["object", [1]]]}), [], "something else"),
+        (json.dumps({**header, "tensors": [["int64", [-1]]]}), [], "something else"),
+        ("hello", [], "something else"),
+    ]:
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b""))
+        writer.begin(wire.SCHEMA)
+        writer.write_metadata(metadata.encode())
+        for piece in pieces:
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.array(piece)], schema=wire.SCHEMA))
+        writer.done_writing()
+        answer, _ = wire.receive(reader)
+        writer.close()
+        assert answer["error"]["kind"] == "StoreError"
+        assert message in answer["error"]["message"]
+    assert local.clock == clock
+
+
+def test_keys_are_spread_evenly_over_the_servers() -> None:
+    tables = [DenseTable("dense", 4, 10**6), DynamicTable("dynamic", 4, 10**6)]
+    for table, count, stride in itertools.product(tables, (2, 3, 8), (1, 3, 1024)):
+        if isinstance(table, DenseTable) and math.gcd(count, stride) > 1:
+            continue  # dealt out in turn: all of them go to one
+        servers = shares.server_of(table, torch.arange(900) * stride, count)
+        assert torch.bincount(servers, minlength=count).min() > 0.8 * 900 / count
 
 
 # The command

@@ -79,7 +79,7 @@ def backfill_optimizer_state(
             TorchRec's ``KeyedOptimizer``. It is not changed, unless asking for its ``state_dict()`` does.
         state_dict: a state dict in the flattened form of ``torch.distributed.checkpoint.state_dict``,
             in the one with parameter names, or of a ``KeyedOptimizer``. An ordinary one, in which
-            parameters are numbered, is given back as it is: in it, absent state does no harm.
+            parameters are numbered, is given back as it is: torch loads it without what is absent.
         model: gives the names, unless the optimizer's own ``state_dict()`` has them.
         missing: what to do if a parameter never had state: raise, or initialize and log a warning, or
             initialize.
@@ -109,7 +109,7 @@ def backfill_optimizer_state(
     parameters, groups = find_parameters(optimizer, model)
     form = _form(optimizer, state_dict)
     saved = state_dicts.read(state_dict, {one.name for one in parameters})
-    expected = {one.name: expected_entries(one, saved, form) for one in parameters}
+    expected = expected_entries(parameters, saved, form)
     raise_damage(parameters, expected, saved, form)
 
     names: dict[str, list[str]] = {"complete": [], "initialized": [], "allowed": [], "stateless": []}
@@ -124,8 +124,11 @@ def backfill_optimizer_state(
             "them in allow= or pass missing='initialize'; if they did, it was lost: load another checkpoint"
         )
     filling = {*report.initialized, *report.allowed}
+    whole = _holds_whole_tensors(parameters, saved)
     states = {
-        one.name: _fresh(one, expected[one.name], saved, form) for one in parameters if one.name in filling
+        one.name: _fresh(one, expected[one.name], saved, form, whole)
+        for one in parameters
+        if one.name in filling
     }
     filled = _fill(state_dict, states, saved, form, parameters, groups)
     if states and not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
@@ -155,7 +158,9 @@ def _fate(
     return "allowed" if any(fnmatchcase(parameter.name, pattern) for pattern in allow) else "initialized"
 
 
-def _fresh(parameter: OptimizerParameter, expected: Entries, saved: SavedState, form: Form) -> dict[str, Any]:
+def _fresh(
+    parameter: OptimizerParameter, expected: Entries, saved: SavedState, form: Form, whole: bool
+) -> dict[str, Any]:
     """The state of a parameter that was never updated, as new tensors; empty if none stand for that."""
     optimizer, options = parameter.group.optimizer, parameter.group.options
     if isinstance(optimizer, FusedOptimizer):
@@ -166,7 +171,7 @@ def _fresh(parameter: OptimizerParameter, expected: Entries, saved: SavedState, 
             f"{parameter.name}: TorchRec's {type(optimizer).__name__} cannot initialize its state"
         )
     like = parameter.value
-    if isinstance(like, DTensor) and _holds_full_tensors(saved):
+    if isinstance(like, DTensor) and whole:
         like = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     try:
         state = fresh_state(optimizer, {**options, **saved.options.get(parameter.name, {})}, like)
@@ -186,9 +191,10 @@ def _zeros(value: Any) -> Any:
     return type(value)()
 
 
-def _holds_full_tensors(saved: SavedState) -> bool:
-    """Whether the dict holds whole tensors (``full_state_dict=True``) although the parameters are sharded."""
-    values = [value for entries in saved.entries.values() for value in entries.values()]
+def _holds_whole_tensors(parameters: Sequence[OptimizerParameter], saved: SavedState) -> bool:
+    """Whether whole tensors were saved (``full_state_dict=True``) for parameters that are sharded."""
+    sharded = [one.name for one in parameters if isinstance(one.value, DTensor)]
+    values = [value for name in sharded for value in saved.entries.get(name, {}).values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
     return bool(tensors) and not any(isinstance(value, DTensor) for value in tensors)
 

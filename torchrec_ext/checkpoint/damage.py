@@ -20,17 +20,28 @@ Entries = Mapping[str, Any]
 _LINES_SHOWN = 10
 
 
-def expected_entries(parameter: OptimizerParameter, saved: SavedState, form: Form) -> Entries:
-    """The entries, by flat name, that are loaded into the state of a parameter; values do not count.
+def expected_entries(
+    parameters: Sequence[OptimizerParameter], saved: SavedState, form: Form
+) -> dict[str, Entries]:
+    """The entries, by flat name, that are loaded into each parameter's state; values do not count.
 
     TorchRec copies into the state that is there. torch makes the state anew: from the flattened form by
     the options that the optimizer has, from the other by the options that were saved.
     """
     if form == "keyed":
-        return flat(parameter.live)
-    options = dict(parameter.group.options)
-    if form == "named":
-        options.update(saved.options.get(parameter.name, {}))
+        return {one.name: flat(one.live) for one in parameters}
+    expected: dict[str, Entries] = {}
+    known: dict[Any, Entries] = {}  # finding one out takes a trial, and parameters are alike
+    for one in parameters:
+        own = saved.options.get(one.name, {}) if form == "named" else {}
+        key = id(one.group), id(own) if own else None, one.value.shape, one.value.dtype
+        if key not in known:
+            known[key] = _layout(one, {**one.group.options, **own})
+        expected[one.name] = known[key]
+    return expected
+
+
+def _layout(parameter: OptimizerParameter, options: Mapping[str, Any]) -> Entries:
     try:
         return layout(parameter.group.optimizer, options, parameter.value)
     except CheckpointError:
@@ -96,19 +107,23 @@ def _entry_problems(expected: Entries, entries: Entries, form: Form) -> Iterator
 
 def _described(value: Any, form: Form) -> str:
     """What of a value must fit. Numbers and tensors without dimensions stand in for each other."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor, ShardedTensor)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "a number"
+    if not isinstance(value, (torch.Tensor, ShardedTensor)):
         return f"a {type(value).__name__}"
-    if isinstance(value, (int, float)) or value.dim() == 0:
-        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
-        return "a bool" if dtype == torch.bool else "complex" if dtype.is_complex else "a number"
-    kinds = {"floating-point": value.dtype.is_floating_point, "complex": value.dtype.is_complex}
-    kind = next(
-        (name for name, fits in kinds.items() if fits), "bool" if value.dtype == torch.bool else "integer"
-    )
+    kind = _kind(value.dtype)
+    if value.dim() == 0:
+        return "a number" if kind in ("floating-point", "integer") else f"a {kind} number"
     holder = "tensor"
     if form == "keyed":
         holder = next((one.__name__ for one in (ShardedTensor, DTensor) if isinstance(value, one)), holder)
     return f"a {kind} {holder} of shape {tuple(value.size())}"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point or dtype.is_complex:
+        return "complex" if dtype.is_complex else "floating-point"
+    return "bool" if dtype == torch.bool else "integer"
 
 
 def _listed(names: Any) -> str:

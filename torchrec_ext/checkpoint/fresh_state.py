@@ -50,7 +50,7 @@ def layout(optimizer: Optimizer, options: Mapping[str, Any], parameter: torch.Te
 def fresh_state(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
     """The state from which training goes on as if the parameter had none.
 
-    Takes up to about six times the memory of the parameter for a moment.
+    Takes up to about ten times the memory of the parameter for a moment.
 
     Args:
         optimizer: it is not changed; its class counts.
@@ -68,9 +68,11 @@ def fresh_state(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Te
     if trial.state():
         return trial.state()
     small = torch.zeros([min(size, 3) for size in like.shape], dtype=like.dtype, device=like.device)
-    if _goes_on_as_from_none(optimizer, options, small):
-        return _first_values(optimizer, options, like)
-    return {}
+    try:
+        exact = _goes_on_as_from_none(optimizer, options, small)
+    except Exception as error:
+        raise _cannot(optimizer, error) from error
+    return _first_values(optimizer, options, like) if exact else {}
 
 
 def _first_values(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def _attempt(optimizer: Optimizer, options: Mapping[str, Any], like: torch.Tenso
 def _cannot(optimizer: Optimizer, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"cannot find out what {type(optimizer).__qualname__} holds for a new parameter: it cannot be "
-        f"made from the options of a group alone and take a step ({error})"
+        f"made from the options of a group alone and take steps ({error})"
     )
 
 
@@ -136,7 +138,7 @@ class _Trial:
 
     def __init__(self, optimizer: Optimizer, options: Mapping[str, Any], value: torch.Tensor) -> None:
         self.parameter = nn.Parameter(value)
-        options = {k: copy.deepcopy(v) for k, v in options.items() if k not in ("params", "param_names")}
+        options = copy.deepcopy(dict(options))
         accepted = _constructor_arguments(type(optimizer))
         # As arguments, for what a constructor makes of them, and in the group, which may hold more.
         self.optimizer = type(optimizer)(

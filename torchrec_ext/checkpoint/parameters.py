@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -66,7 +67,8 @@ def find_parameters(
     """Every parameter of an optimizer, by the name under which its state is saved, and every group.
 
     Raises:
-        ValueError: there are no names: no ``model``, and an optimizer that numbers its parameters.
+        ValueError: there are no names: no ``model``, and an optimizer that numbers its parameters; or a
+            model that has others than its optimizer.
     """
     numbered = [(one, group) for one in innermost(optimizer) for group in one.param_groups]
     values = [value for _, group in numbered for value in group["params"]]
@@ -111,6 +113,10 @@ def _own_names(optimizer: Optimizers) -> list[str]:
 
 def _names_in(model: nn.Module, values: list[torch.Tensor]) -> list[str]:
     """The names that ``torch.distributed.checkpoint`` gives to parameters of a model."""
+    if FullyShardedDataParallel.fsdp_modules(model):
+        raise ValueError(
+            "the model has FullyShardedDataParallel modules, which flatten their parameters: use fully_shard"
+        )
     strangers = {id(value) for value in values} - {id(value) for value in model.parameters()}
     if strangers:
         raise ValueError(f"the optimizer holds {len(strangers)} parameters that are not in the model")

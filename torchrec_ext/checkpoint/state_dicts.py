@@ -75,12 +75,10 @@ def read(state_dict: Mapping[str, Any], names: Collection[str]) -> SavedState:
             "this is no optimizer state dict: it has neither a 'state' nor keys like "
             f"'state.<parameter>.<entry>', but {sorted(map(str, state_dict))[:5]}"
         )
-    groups = state_dict.get(GROUPS, ())
-    options = {
-        name: {key: value for key, value in group.items() if key != "params"}
-        for group in groups
-        for name in group["params"]
-    }
+    options = {}
+    for group in state_dict.get(GROUPS, ()):
+        shared = {key: value for key, value in group.items() if key != "params"}
+        options.update(dict.fromkeys(group["params"], shared))
     return SavedState(
         {name: _present(entries) for name, entries in state.items() if name in names},
         {name: those for name, those in options.items() if name in names},

@@ -166,7 +166,7 @@ class Tracker:
         self._orphans = NO_KEYS
 
     def _owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """As ``RowSource.owners``; keys that route to another shard own nothing: nobody asks for them here."""
+        """As ``RowSource.owners``; a key that routes to another shard owns nothing: nobody asks here."""
         keys, owned = self._rows.owners(rows)
         routing, shard = self.table.routing, self.table.shard
         if self._published is not None and routing.num_shards > 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardedTensor
 
-from torchrec_ext.recstore.shard_optimizer import ShardFusedOptimizer
+from torchrec_ext.recstore.fused_optimizer import StoreFusedOptimizer
 from torchrec_ext.recstore.shards import RowShards
 from torchrec_ext.store import Store, StoreSnapshot, TableSnapshot
 from torchrec_ext.zch.routing import ShardRouting
@@ -39,7 +39,7 @@ class DynamicShards(nn.Module):
     """
 
     def __init__(
-        self, store: Store, shared: bool, rows: Mapping[str, RowShards], optimizer: ShardFusedOptimizer
+        self, store: Store, shared: bool, rows: Mapping[str, RowShards], optimizer: StoreFusedOptimizer
     ) -> None:
         super().__init__()
         self._store, self._shared, self._optimizer = store, shared, optimizer
@@ -48,10 +48,12 @@ class DynamicShards(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self._rows:
             return
+        if self._shared:  # the other ranks' updates are in the store
+            dist.barrier(self._process_group)
         snapshot = self._snapshot()
         step = destination[f"{prefix}step"] = torch.tensor(0 if snapshot is None else snapshot.step)
         if self._shared:
-            dist.broadcast(step, group_src=0, group=next(iter(self._rows.values())).process_group)
+            dist.broadcast(step, group_src=0, group=self._process_group)
         for name, shards in self._rows.items():
             found = None if snapshot is None else snapshot.tables[name]
             for field, tensor in self._packed(name, found).items():
@@ -86,12 +88,18 @@ class DynamicShards(nn.Module):
         if not self._rows or absent or (strict and tensors):
             return
         arrived = {name: self._arrived(part, self._rows[name]) for name, part in parts.items()}
+        if self._shared:  # the other ranks have loaded what is theirs
+            dist.barrier(self._process_group)
         if (now := self._snapshot()) is not None:
             loaded = {name: _with_tensors(now.tables[name], part) for name, part in arrived.items()}
             self._store.restore(StoreSnapshot(now.clock, int(step), {**now.tables, **loaded}))
         self._optimizer.set_optimizer_step(int(step))
         if self._shared:
-            dist.barrier(next(iter(self._rows.values())).process_group)
+            dist.barrier(self._process_group)
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        return next(iter(self._rows.values())).process_group
 
     def _snapshot(self) -> StoreSnapshot | None:
         """What this rank saves and loads; None: rank 0 does it for all."""

@@ -17,7 +17,7 @@ from torchrec_ext.recstore.batch import GroupBatch, split_batch
 from torchrec_ext.recstore.configs import ConfigLike, checked_configs, store_tables
 from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
 from torchrec_ext.recstore.fused_ids import FusedIds
-from torchrec_ext.recstore.fused_optimizer import StoreFusedOptimizer
+from torchrec_ext.recstore.fused_optimizer import OptimizedTable, StoreFusedOptimizer
 from torchrec_ext.recstore.initial import draw_like_embedding_bags
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
@@ -266,7 +266,10 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
     @property
     def fused_optimizer(self) -> StoreFusedOptimizer:
         """The optimizer state of dense tables, for TorchRec's way of saving it."""
-        tables = {f"embedding_bags.{table.name}.weight": table for table in self._dense_tables()}
+        tables = {
+            f"embedding_bags.{table.name}.weight": OptimizedTable(table.name, table)
+            for table in self._dense_tables()
+        }
         return StoreFusedOptimizer(self._require_store(), tables)
 
     @property

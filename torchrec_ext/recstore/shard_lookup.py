@@ -15,13 +15,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.recstore.batch import split_batch
 from torchrec_ext.recstore.fused_ids import FusedIds
+from torchrec_ext.recstore.fused_optimizer import OptimizedTable, StoreFusedOptimizer
 from torchrec_ext.recstore.fused_params import store_optimizer
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Record, pool_flat, pool_rows
 from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
-from torchrec_ext.recstore.shard_optimizer import OptimizedShard, ShardFusedOptimizer
 from torchrec_ext.recstore.shards import RowShards
 from torchrec_ext.recstore.trace import Trace, TraceEntry
 from torchrec_ext.recstore.updates import apply_entries
@@ -65,17 +65,17 @@ class ShardedTables:
         """The table as this rank's store has to have it.
 
         Raises:
-            ValueError: this rank's shard of a dynamic table has no rows.
+            ValueError: a rank's shard of a dynamic table has no rows.
         """
         table, rows = self.tables[name], self.rows[name]
         if self.shared:
             return table
         if not isinstance(table, DynamicTable):
             return replace(table, first_key=rows.first, num_rows=rows.count)
-        if not rows.count:
+        if not all(rows.sizes):
             raise ValueError(
-                f"dynamic table {name!r}: num_embeddings={table.max_rows} leave rank {rows.rank} of "
-                f"{len(rows.sizes)} without rows; use more"
+                f"dynamic table {name!r}: num_embeddings={table.max_rows} leave rank {rows.sizes.index(0)} "
+                f"of {len(rows.sizes)} without rows; use more"
             )
         return replace(table, max_rows=rows.count)
 
@@ -110,10 +110,10 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         for number, optimizer in enumerate(optimizers):
             names = [name for name, group in self._group_of.items() if group == number]
             self._create(names, optimizer or sharded.optimizer)
-        self._optimizer = ShardFusedOptimizer(
+        self._optimizer = StoreFusedOptimizer(
             self._store,
             {
-                f"{name}.weight": OptimizedShard(sharded.dense_shard(name), sharded.rows[name], group)
+                f"{name}.weight": OptimizedTable(name, sharded.dense_shard(name), sharded.rows[name], group)
                 for name, group in self._group_of.items()
             },
             [optimizer.lr for optimizer in optimizers if optimizer is not None],
@@ -188,7 +188,7 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
     # What TorchRec asks of a lookup
 
     @property
-    def fused_optimizer(self) -> ShardFusedOptimizer:
+    def fused_optimizer(self) -> StoreFusedOptimizer:
         """The optimizer state of dense tables, and the learning rates."""
         return self._optimizer
 

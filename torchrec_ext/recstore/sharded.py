@@ -39,6 +39,7 @@ from torchrec_ext.recstore.traced import TracedModule
 from torchrec_ext.recstore.updates import apply_entries
 from torchrec_ext.recstore.whole_tables import device_of, read_table, write_rows
 from torchrec_ext.store import SGD, DenseTable, DynamicTable, MemoryStore, Store, StoreOptimizer
+from torchrec_ext.zch import internals
 
 StoreOfRank = Callable[[int], Store]
 """Makes a rank's own store."""
@@ -65,6 +66,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         store: Store | StoreOfRank | None = None,
     ) -> None:
         _check_environment(env, device)
+        internals.require(ShardedEmbeddingBagCollection, "_initialize_torch_state")
         self.lr = module.lr
         self._configs = module.embedding_bag_configs()
         names = [config.name for config in self._configs]
@@ -338,6 +340,8 @@ def _sharded_tables(
         of_rank = MemoryStore(device) if store is None else store(env.rank)
     tables = {config.name: module.table(config.name) for config in configs}
     rows = {name: RowShards.of(name, plan[name], env.rank, env.process_group) for name in tables}
+    if device is not None and device.type != (at := device_of(of_rank)).type:
+        raise ValueError(f"the model is sharded on {device}, but the store gives rows on {at}")
     return ShardedTables(
         store=of_rank,
         shared=shared,
@@ -366,12 +370,10 @@ def _as_torchrec_sees_it(module: RecStoreEmbeddingBagCollection) -> EmbeddingBag
         is_weighted=module.is_weighted(),
         device=torch.device("meta"),
     )
-    # What apply_optimizer_in_backward leaves on the parameters.
-    theirs = dict(module.named_parameters())
-    for name, parameter in seen.named_parameters():
-        for attribute in ("_optimizer_classes", "_optimizer_kwargs"):
-            if hasattr(theirs.get(name), attribute):
-                setattr(parameter, attribute, getattr(theirs[name], attribute))
+    # apply_optimizer_in_backward leaves its optimizer on the parameters.
+    for name, rows in module.embedding_bags.items():
+        for parameter in rows.parameters():
+            seen.embedding_bags[name].weight = parameter
     return seen
 
 

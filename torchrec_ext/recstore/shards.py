@@ -105,7 +105,7 @@ class RowShards:
         local = shards[0].tensor if shards else torch.empty(0, *value.size()[1:])
         if len(local) != self.count:
             raise ValueError(
-                f"this rank has {self.count} of the rows, not {len(local)}: a tensor of another number of ranks "
-                "is loaded by torch.distributed.checkpoint"
+                f"this rank has {self.count} of the rows, not {len(local)}: tensors of another number of "
+                "ranks are for torch.distributed.checkpoint to load"
             )
         return local

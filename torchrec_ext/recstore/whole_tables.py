@@ -23,6 +23,9 @@ def create_tables(
 ) -> list[Table]:
     """Makes tables in a store, or finds them there; rows that were there stay as they are.
 
+    Other processes see a local store's new tables when they are initialised; in other stores they may
+    see the tables' own initial rows for a moment.
+
     Args:
         store: the store.
         tables: the tables, in the order in which new ones are initialised.

@@ -76,10 +76,11 @@ def update_(
     )
     eps = getattr(optimizer, "eps", 0.0)
     formula = machine_code.Formula(kind, np.float32(lr), np.float32(eps), version)
-    block = _scratch.take(2 * n + len(grads.scale) // 2 + 1)
-    scratch = machine_code.Scratch(block[:n], block[n : 2 * n], block[2 * n :].view(np.int32))
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, n // _IDS_PER_THREAD)
-    if threads <= 1 or not _has_safe_threads():
+    threads = _num_threads(n)
+    size = n + threads * machine_code.PADDING
+    block = _scratch.take(2 * size + (len(grads.scale) + 1) // 2)
+    scratch = machine_code.Scratch(block[:size], block[size : 2 * size], block[2 * size :].view(np.int32))
+    if threads == 1:
         machine_code.update_range(0, len(weight), scratch, grads, rows, formula)
         return True
     first_row, first_pair = np.empty((2, threads + 1), np.int64)
@@ -140,6 +141,12 @@ def _start_threads() -> int:
     for one in numba.prange(1):
         total += one
     return total
+
+
+def _num_threads(n: int) -> int:
+    """How many are worth it for ``n`` ids."""
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, n // _IDS_PER_THREAD)
+    return threads if threads > 1 and _has_safe_threads() else 1
 
 
 @functools.cache

@@ -81,8 +81,10 @@ class StoreServer:
                 tls_certificates=[flight.CertKeyPair(*tls)] if tls else None,
                 middleware=middleware,
             )
-        except (flight.FlightError, OSError, ValueError) as error:
-            raise StoreError(f"cannot listen on {url}: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise StoreError(
+                f"cannot listen on {url}: is the address this host's, and the port free? ({error})"
+            ) from error
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         self.url = f"{parts.scheme}://{host}:{self._flight.port}"
 
@@ -136,6 +138,8 @@ class _Flight(flight.FlightServerBase):
         except pa.ArrowException:
             raise  # the client is gone
         except Exception as error:
+            for _ in reader:  # an answer to a client that is still sending could get lost
+                pass
             result = {"error": wire.error_to_json(error)}
             if not wire.travels(error):
                 logger.exception("a request failed")
@@ -303,7 +307,7 @@ class _KeptShare:
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
-        place = store._state.place
+        place = store.place
         try:
             self._kept = place.array("share", (2,), torch.int64, create=True)
         except StoreError:

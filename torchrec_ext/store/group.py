@@ -14,6 +14,7 @@ from torchrec_ext.store.tables import (
     DenseTable,
     DynamicTable,
     Table,
+    check_keys,
     table_from_json,
     table_to_json,
 )
@@ -114,15 +115,7 @@ class RowGroup:
         Raises:
             ValueError: they are not int64, not a vector, or out of a dense table's range.
         """
-        if keys.dtype != torch.int64 or keys.dim() != 1:
-            raise ValueError(f"table {table!r}: keys must be int64 [n], not {keys.dtype} {list(keys.shape)}")
-        described = self.tables[table]
-        if isinstance(described, DenseTable) and len(keys):
-            low, high = (int(bound) for bound in torch.aminmax(keys))
-            first, stop = described.first_key, described.first_key + described.num_rows
-            if low < first or high >= stop:
-                wrong = low if low < first else high
-                raise ValueError(f"table {table!r} has keys {first} to {stop - 1}; got {wrong}")
+        check_keys(self.tables[table], keys)
 
     def local_rows(self, table: str, keys: torch.Tensor) -> torch.Tensor:
         """The table's rows of keys that were checked; the default row for those without one."""

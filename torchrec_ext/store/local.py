@@ -60,6 +60,15 @@ class LocalStore(Store):
             return {name: self._state.group_of(name).tables[name] for name in self._state.names}
 
     @property
+    def place(self) -> Place:
+        """Where the arrays are.
+
+        Raises:
+            StoreError: the store was closed.
+        """
+        return self._state.place
+
+    @property
     def clock(self) -> int:
         """Counts the store's changes, of all processes; rows are stamped with it."""
         return self._state.clock
@@ -277,7 +286,7 @@ class LocalStore(Store):
             if table not in group.keys:
                 raise ValueError(f"table {table!r} is dense: every key has a row")
             keys = group.keys[table]
-            rows = keys.unused_since(self._state.step - steps)
+            rows = keys.unused_since(self._state.step + 1 - steps)
             with self._state.writing() as clock:
                 group.release_rows(table, rows, clock)
                 keys.evict(rows)

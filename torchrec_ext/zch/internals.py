@@ -43,6 +43,11 @@ def _unknown(owner: object, what: str) -> TorchRecVersionError:
     )
 
 
+def require(owner: type, name: str) -> None:
+    """Checks that a class has a private method that a subclass of ours replaces."""
+    _private(owner, name)
+
+
 def wrapped_name(model: DistributedModelParallel) -> str:
     """The attribute under which ``DistributedModelParallel`` keeps the model it wraps."""
     name = "_dmp_wrapped_module"
