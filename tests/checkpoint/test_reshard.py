@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,19 @@ from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.mc_modules import LRU_EvictionPolicy
 
-from tests.support.models import Spec, Table, answers, build, build_unsharded, keyed, loss_of, one_table
+from tests.support.models import (
+    POLICIES,
+    Spec,
+    Table,
+    answers,
+    build,
+    build_unsharded,
+    keyed,
+    loss_of,
+    one_table,
+)
 from tests.support.schedules import INT64_MAX, NEVER_SEEN, compare, gather_ids, shared_directory
 from tests.support.workers import run_on
 from torchrec_ext.checkpoint import ReshardReport, reset_evicted_optimizer_state, reshard_zch
@@ -276,7 +288,11 @@ def _compare(table: Table, report: ReshardReport, before: Facts, after: Facts, o
     for shard in range(new):
         mine = [i for i in owners if shard_of[i] == shard]
         came_from = Counter(_shard(table, i, old) for i in mine)
-        assert not came_from or came_from[told.fallback_from[shard]] == max(came_from.values())
+        if came_from:
+            assert came_from[told.fallback_from[shard]] == max(came_from.values())
+        else:
+            first_id = -(-table.hash_size // new) * shard
+            assert told.fallback_from[shard] == _shard(table, first_id, old)
         scores = {i: _score(table.policy, before.metadata[name][i], before.iteration) for i in mine}
         if gone := evicted & set(mine):
             assert len(mine) - len(gone) == min(block, table.rows - block * shard) - 1
@@ -483,6 +499,17 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_written(
     run_on(3, _refuse, spec, str(tmp_path), r"__0_0\.distcp has \d+ bytes, the checkpoint needs \d+")
 
 
+def _refuse_without_preference(path: str) -> None:
+    POLICIES["indifferent"] = partial(LRU_EvictionPolicy, decay_exponent=0.0)
+    spec = _changed(crowded("lru").spec, policy="indifferent")
+    _refuse(spec, path, r"mc\.t0: \d ids too many for shard 0, and its LRU_EvictionPolicy does not say which")
+
+
+def test_ids_that_find_no_room_are_not_evicted_against_the_policy(tmp_path: Path) -> None:
+    run_on(3, _save, crowded("lru"), str(tmp_path))
+    run_on(2, _refuse_without_preference, str(tmp_path))
+
+
 def _save_damaged(path: str, buffer: str) -> None:
     model = build(crowded("lfu").spec)
     _train(model, crowded("lfu"), 10, seed=0)
@@ -545,6 +572,8 @@ def _forms(path: str) -> None:
     states = [_tensors(model)[-1] for model in models]
     assert states[0].any() and torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
     assert not states[3].any()
+    with pytest.raises(CheckpointError, match=r"Missing key.*epoch"):
+        reshard_zch({"epoch": 0, **_state(flat)}, f"{path}/named")
     with pytest.raises(ValueError, match="no sharded table"):
         reshard_zch({"model": plain.state_dict()}, f"{path}/named")
     with pytest.raises(ValueError, match=r"mc\.t0: its collision map is not in state_dict"):

@@ -359,12 +359,10 @@ def _several_trainers(name: str) -> None:
         dist.barrier()
         session.compare()
         dist.barrier()
-        if rank == 0:
-            session.store.unlink()
 
 
-def test_ranks_that_train_in_one_shared_memory_are_all_in_the_dump() -> None:
-    run_on(2, _several_trainers, f"test.{uuid.uuid4()}")
+def test_ranks_that_train_in_one_shared_memory_are_all_in_the_dump(shared_name: str) -> None:
+    run_on(2, _several_trainers, shared_name)
 
 
 def _write_for_ever(name: str, pipe: Connection) -> None:

@@ -248,10 +248,11 @@ class Run:
 def _play(seed: int, optimizer: str, fused: bool, where: str) -> Counter[str]:
     with shared_directory() as directory:
         run = Run(directory, seed, optimizer, fused, where)
-        counts = run.play(40)
-        if where == "shared memory" and dist.get_rank() == 0:
-            run.store.unlink()
-        return counts
+        try:
+            return run.play(40)
+        finally:
+            if isinstance(run.store, SharedMemoryStore):
+                run.store.unlink()
 
 
 @pytest.mark.parametrize(

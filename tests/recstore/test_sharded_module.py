@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from torchrec_ext.recstore import (
     RecStoreEmbeddingBagCollectionSharder,
     SparseAdagrad,
 )
-from torchrec_ext.store import CounterFilter, MemoryStore, SharedMemoryStore, Store
+from torchrec_ext.store import CounterFilter, FileStore, MemoryStore, SharedMemoryStore, Store
 from torchrec_ext.store.flight_server import StoreServer
 from torchrec_ext.store.remote import RemoteStore
 
@@ -198,13 +199,38 @@ def carried() -> Any:
     features = batch(0, dist.get_rank())
     with torch.no_grad():
         expected = before.eval()(features)
-    rec = sharded(before, RecStoreEmbeddingBagCollectionSharder(FUSED)).eval()
-    with torch.no_grad():
-        assert_close(rec(features).wait(), expected)
+    for optimizer in (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD):
+        rec = sharded(before, RecStoreEmbeddingBagCollectionSharder({"optimizer": optimizer})).eval()
+        with torch.no_grad():
+            assert_close(rec(features).wait(), expected)
 
 
 def test_rows_that_a_collection_has_before_it_is_sharded_go_along() -> None:
     run_on(2, carried)
+
+
+def reopened(path: str) -> None:
+    """Trains in a store of this rank's own, and shards another collection over the same store."""
+
+    def of_rank(rank: int) -> Store:
+        return FileStore(f"{path}/{rank}")
+
+    dynamic = {"dynamic": {"t1": {}}, "enable_fusion": False}
+    sharder = RecStoreEmbeddingBagCollectionSharder(FUSED, store=of_rank)
+    features = batch(2, dist.get_rank())
+    rec = sharded(collection(**dynamic), sharder)
+    for step in range(2):
+        train_step_of(rec, step)
+    with torch.no_grad():
+        expected = rec.eval()(features).wait()
+    rec.store.close()
+    again = sharded(collection(device=None, **dynamic), sharder).eval()
+    with torch.no_grad():
+        assert_close(again(features).wait(), expected)
+
+
+def test_rows_that_a_store_has_already_stay(tmp_path: Path) -> None:
+    run_on(2, reopened, str(tmp_path))
 
 
 def wrong_state() -> None:

@@ -164,7 +164,7 @@ class Trainer:
         return getattr(self, op)(*args)
 
     def pull_many(self, requests: Requests, admit: bool) -> Any:
-        found = self.store.pull_many(requests, admit=admit)
+        found = self.store.pull_many(requests, admit=admit, ahead=True)
         self.held += [(name, rows) for (name, _), rows in zip(requests, found, strict=True)]
         return [rows.rows.clone() for rows in found]
 
@@ -363,6 +363,49 @@ def test_the_only_writer_asks_no_server_about_rows_that_it_did_not_write() -> No
             store.update("dense", ids(7), torch.ones(1, 4))
         with pytest.raises(StoreError, match="cannot be reached"):  # perhaps it was
             store.refresh_many([("dense", unwritten)])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_only_writers_updates_bring_back_the_rows_that_were_read_ahead(
+    stack: ExitStack, count: int
+) -> None:
+    store = stack.enter_context(RemoteStore(serve(stack, count), writers="one"))
+    store.create_tables(TABLES, SGD(1.0))
+    first, dropped, second = (
+        store.pull_many([("dense", keys)], ahead=True)[0] for keys in (ids(5, 6, 9), ids(7, 8), ids(6, 7, 10))
+    )
+    del dropped
+    store.update_many([("dense", ids(6, 7, 6, 8), torch.ones(4, 4)), ("wide", ids(1), torch.ones(1, 6))])
+    store.update("dense", ids(9), torch.ones(1, 4))
+    with asked(store) as requests:
+        assert store.refresh_many([("dense", first)]) == 2
+        assert store.refresh_many([("dense", second)]) == 2
+    assert requests == []
+    assert torch.equal(first.rows, store.pull("dense", ids(5, 6, 9)))
+    assert torch.equal(second.rows, store.pull("dense", ids(6, 7, 10)))
+    # Nobody waits for rows any more.
+    (late,) = store.pull_many([("dense", ids(6))])
+    store.update("dense", ids(6), torch.ones(1, 4))
+    with asked(store) as requests:
+        assert store.refresh_many([("dense", late)]) == 1
+    assert requests == ["refresh_many"]
+
+
+@contextmanager
+def asked(store: RemoteStore) -> Iterator[list[str]]:
+    """What is asked of a store's servers."""
+    ops: list[str] = []
+    ask = store._servers.ask
+
+    def heard(op: str, *args: Any, **kwargs: Any) -> Any:
+        ops.append(op)
+        return ask(op, *args, **kwargs)
+
+    store._servers.ask = heard  # type: ignore[method-assign]
+    try:
+        yield ops
+    finally:
+        del store._servers.ask
 
 
 def test_the_only_writer_asks_about_rows_that_may_have_been_written() -> None:

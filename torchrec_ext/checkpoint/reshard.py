@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -240,6 +239,7 @@ def _together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, (text, outcome), group=group)
-    if failures := Counter(text for text, _ in outcomes if text is not None):
+    failures = dict.fromkeys(text for text, _ in outcomes if text is not None)
+    if failures:
         raise CheckpointError("; ".join(failures)) from error
     return [outcome for _, outcome in outcomes]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.checkpoint.saved_tensors import SavedTensors
 from torchrec_ext.checkpoint.zch_entries import TableEntries
-from torchrec_ext.errors import CheckpointError, UnsupportedTableError
+from torchrec_ext.errors import CheckpointError
 from torchrec_ext.zch import NO_ID, ShardRouting, ZchTable, internals
 
 
@@ -49,8 +49,8 @@ def plan_moves(entries: TableEntries, saved: SavedTensors) -> Moves:
         saved: the checkpoint.
 
     Raises:
-        CheckpointError: the saved map contradicts itself, or the model routes ids differently.
-        UnsupportedTableError: the eviction policy does not say whom to evict.
+        CheckpointError: the saved map contradicts itself, the model routes ids differently, or its policy
+            does not say which ids to evict.
     """
     table = entries.table
     shards = saved.shards(entries.ids.key)
@@ -176,8 +176,8 @@ def _losers(entries: TableEntries, metadata: torch.Tensor, iteration: int, surpl
         coalesced_history_metadata={name: torch.full((surplus,), iteration + 1) for name in histories},
     )
     if evicted.unique().numel() != surplus or (evicted >= size - 1).any():
-        raise UnsupportedTableError(
+        raise CheckpointError(
             f"{entries.table.fqn}: {surplus} ids too many for shard {entries.table.shard}, and its "
-            f"{type(policy).__name__} does not say which to evict; give the table another policy"
+            f"{type(policy).__name__} does not say which to evict; give the policy parameters that do"
         )
     return evicted

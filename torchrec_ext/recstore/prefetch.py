@@ -21,7 +21,7 @@ _READERS = 4
 class Read(Protocol):
     """What happens to the rows of a batch; see ``BatchRead``."""
 
-    def pull(self, *, admit: bool) -> None:
+    def pull(self, *, admit: bool, ahead: bool = False) -> None:
         """Reads all rows."""
 
     def refresh(self, *, admit: bool) -> int:
@@ -52,7 +52,7 @@ class PrefetchHandle(Generic[ReadT]):
         self._state = "not used"
         self._read: ReadT | None = read
         # The task refers to the read and not to the handle, so that a handle nobody has is released.
-        self._done: Future[None] | None = readers().submit(read.pull, admit=False)
+        self._done: Future[None] | None = readers().submit(read.pull, admit=False, ahead=True)
 
     def check_usable(self, module: object) -> None:
         """Checks that a module's next forward pass may use it.

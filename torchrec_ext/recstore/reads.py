@@ -51,17 +51,20 @@ class BatchRead:
         self._fused_ids = fused_ids
         self.groups: list[GroupRows] = []
 
-    def pull(self, *, admit: bool) -> None:
+    def pull(self, *, admit: bool, ahead: bool = False) -> None:
         """Reads all rows.
 
         Args:
             admit: whether this is a lookup in training; see ``Store.pull``.
+            ahead: whether ``refresh`` comes before they are used.
         """
         assert self._batch is not None
         unique = [self._fused_ids.unique(batch) for batch in self._batch]
         requests = [pair for ids in unique for pair in zip(ids.tables, ids.keys, strict=True)]
         pulled = iter(
-            self._store.pull_many(requests, admit=admit, counts=self._counts(unique) if admit else None)
+            self._store.pull_many(
+                requests, admit=admit, counts=self._counts(unique) if admit else None, ahead=ahead
+            )
         )
         for batch, ids in zip(self._batch, unique, strict=True):
             of_group = [next(pulled) for _ in ids.tables]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +13,6 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.recstore.batch import split_batch
-from torchrec_ext.recstore.fused_ids import FusedIds
 from torchrec_ext.recstore.fused_optimizer import OptimizedTable, StoreFusedOptimizer
 from torchrec_ext.recstore.fused_params import store_optimizer
 from torchrec_ext.recstore.layout import Layout
@@ -22,62 +20,11 @@ from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Record, pool_flat, pool_rows
 from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
-from torchrec_ext.recstore.shards import RowShards
+from torchrec_ext.recstore.sharded_tables import ShardedTables
 from torchrec_ext.recstore.trace import Trace, TraceEntry
 from torchrec_ext.recstore.updates import apply_entries
 from torchrec_ext.recstore.whole_tables import create_tables
-from torchrec_ext.store import DenseTable, DynamicTable, LocalStore, Store, StoreOptimizer, Table
-
-
-@dataclass(frozen=True)
-class ShardedTables:
-    """The tables of a collection and how they are sharded.
-
-    Attributes:
-        store: where this rank's rows are.
-        shared: whether all ranks have the same store, which then holds whole tables; else this
-            rank's holds its shards.
-        tables: the whole tables by name.
-        rows: the rows of each rank, by table.
-        fused_ids: of the collection.
-        is_weighted: whether the batches that arrive have weights.
-        optimizer: the store's optimizer where no fused one is asked for.
-        init_fns: by name of a dense table, what fills its rows in place when it is made.
-    """
-
-    store: Store
-    shared: bool
-    tables: Mapping[str, Table]
-    rows: Mapping[str, RowShards]
-    fused_ids: FusedIds
-    is_weighted: bool
-    optimizer: StoreOptimizer
-    init_fns: Mapping[str, Callable[[torch.Tensor], Any]]
-
-    def dense_shard(self, name: str) -> DenseTable | None:
-        """This rank's shard as a table of its own; None if the table is dynamic."""
-        table, rows = self.tables[name], self.rows[name]
-        if isinstance(table, DynamicTable):
-            return None
-        return replace(table, first_key=rows.first, num_rows=rows.count)
-
-    def stored(self, name: str) -> Table:
-        """The table as this rank's store has to have it.
-
-        Raises:
-            ValueError: a rank's shard of a dynamic table has no rows.
-        """
-        table, rows = self.tables[name], self.rows[name]
-        if self.shared:
-            return table
-        if not isinstance(table, DynamicTable):
-            return replace(table, first_key=rows.first, num_rows=rows.count)
-        if not all(rows.sizes):
-            raise ValueError(
-                f"dynamic table {name!r}: num_embeddings={table.max_rows} leave rank {rows.sizes.index(0)} "
-                f"of {len(rows.sizes)} without rows; use more"
-            )
-        return replace(table, max_rows=rows.count)
+from torchrec_ext.store import DynamicTable, LocalStore, StoreOptimizer
 
 
 class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], FusedOptimizerModule):
@@ -90,6 +37,9 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         tables: TorchRec's description of this rank's shards, in the order of their features.
         sharded: the tables.
         trace: takes gradients where no optimizer is fused.
+
+    Attributes:
+        new_tables: the names of those that were not in the store before.
 
     Raises:
         ValueError: the optimizers cannot be had.
@@ -106,6 +56,7 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
             raise ValueError(
                 f"all tables of a collection have a fused optimizer or none has; {without} have none"
             )
+        self.new_tables = fused.keys() - self._store.tables.keys()
         self._group_of = {name: optimizers.index(optimizer) for name, optimizer in fused.items()}
         for number, optimizer in enumerate(optimizers):
             names = [name for name, group in self._group_of.items() if group == number]
@@ -162,7 +113,7 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         """Reads the rows of a batch that arrived; for any thread."""
         batch = split_batch(features, self._layout, is_weighted=False)
         read = BatchRead(self._store, batch, self._fused_ids)
-        read.pull(admit=False)
+        read.pull(admit=False, ahead=True)
         return read
 
     def expect(self, features: KeyedJaggedTensor, read: Callable[[], BatchRead]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torchrec.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingEnv2D,
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -31,18 +30,15 @@ from torchrec_ext.recstore.dynamic_shards import DynamicShards
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.layout import Feature, Group, Layout
 from torchrec_ext.recstore.prefetch import PrefetchHandle
-from torchrec_ext.recstore.shard_lookup import RecStoreLookup, ShardedTables
+from torchrec_ext.recstore.shard_lookup import RecStoreLookup
+from torchrec_ext.recstore.sharded_tables import ShardedTables, StoreOfRank
 from torchrec_ext.recstore.sharding import ReadAhead, RecStoreSharding
-from torchrec_ext.recstore.shards import RowShards
 from torchrec_ext.recstore.trace import Trace
 from torchrec_ext.recstore.traced import TracedModule
 from torchrec_ext.recstore.updates import apply_entries
-from torchrec_ext.recstore.whole_tables import device_of, read_table, write_rows
-from torchrec_ext.store import SGD, DenseTable, DynamicTable, MemoryStore, Store, StoreOptimizer
+from torchrec_ext.recstore.whole_tables import device_of, write_rows
+from torchrec_ext.store import DenseTable, DynamicTable, Store, StoreOptimizer
 from torchrec_ext.zch import internals
-
-StoreOfRank = Callable[[int], Store]
-"""Makes a rank's own store."""
 
 
 class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, TracedModule):
@@ -65,14 +61,13 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         module_fqn: str | None = None,
         store: Store | StoreOfRank | None = None,
     ) -> None:
-        _check_environment(env, device)
         internals.require(ShardedEmbeddingBagCollection, "_initialize_torch_state")
         self.lr = module.lr
         self._configs = module.embedding_bag_configs()
         names = [config.name for config in self._configs]
         self._trace = Trace(f"{type(self).__name__} of tables {names}")
         self._handle: PrefetchHandle[_SentBatch] | None = None
-        self._tables = _sharded_tables(module, table_name_to_parameter_sharding, env, device, store)
+        self._tables = ShardedTables.of(module, table_name_to_parameter_sharding, env, device, store)
         super().__init__(
             _as_torchrec_sees_it(module),
             dict(table_name_to_parameter_sharding),
@@ -86,8 +81,9 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         self._features = _features(module, self._sharding)
         self._input_layout = Layout((Group(0, False, tuple(self._features.values())),), ())
         self._create_modules()
-        if module.store is not None and module.store is not self.store:
-            self._take_rows_of(module)
+        dynamic = [name for name in self._tables.tables if self._tables.dense_shard(name) is None]
+        if module.store is not None and not self._tables.shared and set(dynamic) <= self.lookup.new_tables:
+            self._take_keys_of(module, dynamic)
         if self._tables.shared:  # until whoever made the tables has initialised their rows
             dist.barrier(env.process_group)
 
@@ -107,14 +103,23 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
                 for name, rows in tables.rows.items()
                 if isinstance(tables.tables[name], DynamicTable)
             },
-            self._sharding.lookup.fused_optimizer,
+            self.lookup.fused_optimizer,
         )
 
-    def _take_rows_of(self, module: RecStoreEmbeddingBagCollection) -> None:
-        assert module.store is not None
-        for shard in self._dense_shards():
-            write_rows(self.store, shard, read_table(module.store, shard))
-        self.dynamic_tables.load_state_dict(module.dynamic_tables.state_dict())
+    def _take_keys_of(self, module: RecStoreEmbeddingBagCollection, tables: list[str]) -> None:
+        """Takes over what the collection's dynamic tables hold, with fresh optimizer state."""
+        state = {"step": torch.tensor(0)}
+        for key, values in module.dynamic_tables.state_dict().items():
+            if key.endswith(".last_used"):
+                values = torch.zeros_like(values)
+            if ".slots." not in key:
+                state.setdefault(key, values)
+        for table in tables:
+            optimizer, count = self.store.optimizer(table), len(state[f"{table}.keys"])
+            for slot in optimizer.slots:
+                shape = (count, slot.columns(self._tables.tables[table].dim))
+                state[f"{table}.slots.{slot.name}"] = torch.full(shape, optimizer.initial(slot))
+        self.dynamic_tables.load_state_dict(state)
 
     def create_embedding_bag_sharding(  # a class method of TorchRec, which calls it on the instance
         self,
@@ -166,8 +171,8 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         If the rows are out of reach, they are read as soon as the ids have arrived.
         """
         sent = super().input_dist(ctx, self._prepared(features))
-        if self._sharding.lookup.reads_ahead:
-            sent.awaitables[:] = [ReadAhead(one, ctx, self._sharding.lookup) for one in sent.awaitables]
+        if self.lookup.reads_ahead:
+            sent.awaitables[:] = [ReadAhead(one, ctx, self.lookup) for one in sent.awaitables]
         return sent
 
     def _prepared(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -205,7 +210,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         """
         features = maybe_td_to_kjt(features, None)
         ctx = self.create_context()
-        sent = _SentBatch(ctx, self.input_dist(ctx, features).wait(), self._sharding.lookup)
+        sent = _SentBatch(ctx, self.input_dist(ctx, features).wait(), self.lookup)
         return PrefetchHandle(self, features, sent)
 
     def set_fused_prefetch_handle(self, handle: PrefetchHandle[_SentBatch] | None) -> None:
@@ -227,6 +232,11 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         return self._configs
 
     @property
+    def lookup(self) -> RecStoreLookup:
+        """Pools this rank's rows, and updates them."""
+        return self._sharding.lookup
+
+    @property
     def tables(self) -> ShardedTables:
         """The tables, and how they are dealt out."""
         return self._tables
@@ -244,7 +254,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         Raises:
             ValueError: the rows have a fused optimizer.
         """
-        if self._sharding.lookup.is_fused:
+        if self.lookup.is_fused:
             raise ValueError(
                 f"the rows of tables {list(self._tables.tables)} are trained in the backward pass, by the "
                 "optimizer in fused_params or of apply_optimizer_in_backward; use that or a Sparse* optimizer"
@@ -301,7 +311,7 @@ class _SentBatch:
         self.features: KJTList | None = None
         self._arriving, self._lookup = arriving, lookup
 
-    def pull(self, *, admit: bool) -> None:
+    def pull(self, *, admit: bool, ahead: bool = False) -> None:
         """Waits for the ids, and for the rows if they are read ahead."""
         self.features = self._arriving.wait()
 
@@ -309,49 +319,6 @@ class _SentBatch:
         """Brings the rows up to date; see ``BatchRead``."""
         assert self.features is not None
         return self._lookup.refresh(self.features[0], admit=admit)
-
-
-def _check_environment(env: ShardingEnv, device: torch.device | None) -> None:
-    if isinstance(env, ShardingEnv2D):
-        raise ValueError("RecStore tables cannot be replicated (2D parallel); use DistributedModelParallel")
-    if env.process_group is None:
-        raise ValueError("RecStore tables are sharded over a process group")
-    if env.output_dtensor:
-        raise ValueError("RecStore tables are saved as ShardedTensor, not DTensor (output_dtensor)")
-    if device is not None and device.type == "meta":
-        raise ValueError("RecStore tables cannot be sharded on the meta device")
-
-
-def _sharded_tables(
-    module: RecStoreEmbeddingBagCollection,
-    plan: Mapping[str, ParameterSharding],
-    env: ShardingEnv,
-    device: torch.device | None,
-    store: Store | StoreOfRank | None,
-) -> ShardedTables:
-    """The collection's tables, each rank's rows in a store of its own or all in one."""
-    configs = module.embedding_bag_configs()
-    own = module.store
-    if store is None and own is not None and not isinstance(own, MemoryStore):
-        store = own  # which the other ranks see too
-    if shared := isinstance(store, Store):
-        of_rank = store
-    else:
-        of_rank = MemoryStore(device) if store is None else store(env.rank)
-    tables = {config.name: module.table(config.name) for config in configs}
-    rows = {name: RowShards.of(name, plan[name], env.rank, env.process_group) for name in tables}
-    if device is not None and device.type != (at := device_of(of_rank)).type:
-        raise ValueError(f"the model is sharded on {device}, but the store gives rows on {at}")
-    return ShardedTables(
-        store=of_rank,
-        shared=shared,
-        tables=tables,
-        rows=rows,
-        fused_ids=module.fused_ids,
-        is_weighted=module.is_weighted() or any(config.pooling == PoolingType.MEAN for config in configs),
-        optimizer=SGD(module.lr) if own is None else own.optimizer(configs[0].name),
-        init_fns={config.name: config.init_fn for config in configs},
-    )
 
 
 def _as_torchrec_sees_it(module: RecStoreEmbeddingBagCollection) -> EmbeddingBagCollection:

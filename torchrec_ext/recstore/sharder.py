@@ -11,7 +11,8 @@ from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, S
 
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.fused_params import store_optimizer
-from torchrec_ext.recstore.sharded import ShardedRecStoreEmbeddingBagCollection, StoreOfRank
+from torchrec_ext.recstore.sharded import ShardedRecStoreEmbeddingBagCollection
+from torchrec_ext.recstore.sharded_tables import StoreOfRank
 from torchrec_ext.store import Store
 
 

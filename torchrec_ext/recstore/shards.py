@@ -16,6 +16,8 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from torchrec_ext.store import DenseTable
+
 
 @dataclass(frozen=True)
 class RowShards:
@@ -67,6 +69,10 @@ class RowShards:
     def count(self) -> int:
         """The number of rows of this rank's shard."""
         return self.sizes[self.rank]
+
+    def shard_of(self, table: DenseTable) -> DenseTable:
+        """This rank's rows of a table, as a table of its own."""
+        return replace(table, first_key=self.first, num_rows=self.count)
 
     def all_on_first_rank(self) -> RowShards:
         """The same rows as one shard, on rank 0."""

@@ -244,10 +244,13 @@ class _Requests:
     def _update_many(self, args: dict[str, Any], tensors: Tensors) -> Answer:
         count = len(args["tables"])
         keys = self._local_keys(args["tables"], tensors[:count])
-        requests = list(zip(args["tables"], keys, tensors[count:], strict=True))
+        grads, wanted = tensors[count : 2 * count], tensors[2 * count :]
+        requests = list(zip(args["tables"], keys, grads, strict=True))
+        back = list(zip(args["tables"], keys, wanted, strict=True))
         with self._changing:
             self._store.update_many(requests, step=args["step"], lr=args["lr"])
-            return {"clock": self._store.clock}, ()
+            rows = [self._store.pull(table, part[at]) for table, part, at in back]
+            return {"clock": self._store.clock}, rows
 
     def _read(self, args: dict[str, Any], tensors: Tensors) -> Answer:
         weight, slots = self._store.read(args["table"], *self._local_keys([args["table"]], tensors))

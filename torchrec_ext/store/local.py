@@ -155,6 +155,7 @@ class LocalStore(Store):
         *,
         admit: bool = False,
         counts: Sequence[torch.Tensor] | None = None,
+        ahead: bool = False,
     ) -> list[Rows]:
         """See ``Store``."""
         self.drain()

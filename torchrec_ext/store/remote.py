@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 
 from torchrec_ext.store import wire
-from torchrec_ext.store.connection import Connection, Part, Run, Servers
+from torchrec_ext.store.ahead import RowsAhead
+from torchrec_ext.store.connection import Answer, Connection, Part, Run, Servers
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.shares import (
     Place,
@@ -98,6 +99,7 @@ class RemoteStore(Store):
         self._known: dict[str, Table] = {}
         self._updates = UpdateQueue()
         self._written = WrittenRows() if writers == "one" else None
+        self._ahead = RowsAhead()
         self._writing = threading.Lock()
 
     def __repr__(self) -> str:
@@ -153,6 +155,7 @@ class RemoteStore(Store):
         *,
         admit: bool = False,
         counts: Tensors | None = None,
+        ahead: bool = False,
     ) -> list[Rows]:
         """See ``Store``; with ``admit``, a lookup that failed may have been counted."""
         tables = self._checked(requests)
@@ -174,6 +177,10 @@ class RemoteStore(Store):
             rows = join([answer.tensors[j] for answer in answers], here, len(part))
             versions = [_label(answer.tensors[len(keys) + j], answer.epoch) for answer in answers]
             found.append(Rows(part, rows, join(versions, here, len(part))))
+        if ahead and self._written is not None:
+            for table, rows_of_table in zip(tables, found, strict=True):
+                if isinstance(table, DenseTable):
+                    self._ahead.expect(table, rows_of_table)
         return found
 
     def refresh_many(
@@ -188,13 +195,16 @@ class RemoteStore(Store):
         self.drain()
         places = divide(tables, [rows.keys for _, rows in held], len(self._servers))
         runs = self._servers.reach()
-        asked = [
-            j
-            for j, table in enumerate(tables)
-            if not self._surely_unchanged(table, held[j][1], runs, [here[j] for here in places])
-        ]
+        changed = 0
+        asked = []
+        for j, table in enumerate(tables):
+            known = self._refresh_by_itself(table, held[j][1], runs, [here[j] for here in places])
+            if known is None:
+                asked.append(j)
+            else:
+                changed += known
         if not asked:
-            return 0
+            return changed
         admit = admit and any(isinstance(tables[j], DynamicTable) for j in asked)
         args = {"tables": [tables[j].name for j in asked], "admit": admit}
         parts = []
@@ -205,7 +215,6 @@ class RemoteStore(Store):
                 tensors += [counts[j][here[j]] for j in asked]
             parts.append((args, tensors))
         answers = self._servers.ask("refresh_many", parts, runs=runs, retry=not admit)
-        changed = 0
         for answer, here in zip(answers, places, strict=True):
             for i, j in enumerate(asked):
                 positions, rows, versions = answer.tensors[3 * i : 3 * i + 3]
@@ -388,13 +397,30 @@ class RemoteStore(Store):
         grads = [_float(part) for _, _, part in requests]
         places = divide(tables, keys, len(self._servers))
         parts = []
+        asked_back = []
         for here in places:
             keys_here, grads_here = take(keys, here), take(grads, here)
             some = [j for j, part in enumerate(keys_here) if len(part)]
+            wanted = [self._wanted(tables[j], keys_here[j]) for j in some]
             args = {"tables": [tables[j].name for j in some], "step": step, "lr": lr}
-            parts.append((args, [*(keys_here[j] for j in some), *(grads_here[j] for j in some)]))
+            tensors = [*(keys_here[j] for j in some), *(grads_here[j] for j in some)]
+            parts.append((args, [*tensors, *wanted]))
+            asked_back.append(
+                [(tables[j].name, keys_here[j][at]) for j, at in zip(some, wanted, strict=True)]
+            )
         # To all servers, also to those with nothing to update: they count the steps.
-        self._change("update_many", parts, tables, keys, places)
+        for answer, back in zip(
+            self._change("update_many", parts, tables, keys, places), asked_back, strict=True
+        ):
+            for (name, wanted_keys), rows in zip(back, answer.tensors, strict=True):
+                if len(wanted_keys):
+                    self._ahead.learn(name, wanted_keys, rows, _version(answer))
+
+    def _wanted(self, table: Table, keys: torch.Tensor) -> torch.Tensor:
+        """Which of the keys' rows an update shall bring back, int64 ``[n]``."""
+        if self._written is None or isinstance(table, DynamicTable):
+            return torch.empty(0, dtype=torch.int64)
+        return self._ahead.wanted(table, keys)
 
     def _change(
         self,
@@ -403,32 +429,46 @@ class RemoteStore(Store):
         tables: Sequence[Table],
         keys: Tensors,
         places: Sequence[Sequence[Place]],
-    ) -> None:
+    ) -> list[Answer]:
         """Asks for a change of rows, and takes note which rows were changed if that is of use."""
         if self._written is None:
-            self._servers.ask(op, parts)
-            return
+            return self._servers.ask(op, parts)
         dense = [(j, table) for j, table in enumerate(tables) if isinstance(table, DenseTable)]
         with self._writing:
             for j, table in dense:
                 self._written.begin(table, keys[j])
-            for answer, here in zip(self._servers.ask(op, parts), places, strict=True):
-                version = answer.content["clock"] + (answer.epoch << _EPOCH_BITS)
+            answers = self._servers.ask(op, parts)
+            for answer, here in zip(answers, places, strict=True):
                 for j, table in dense:
-                    self._written.end(table, keys[j][here[j]], version)
+                    self._written.end(table, keys[j][here[j]], _version(answer))
+        return answers
 
-    def _surely_unchanged(self, table: Table, rows: Rows, runs: Sequence[Run], here: Sequence[Place]) -> bool:
+    def _refresh_by_itself(
+        self, table: Table, held: Rows, runs: Sequence[Run], here: Sequence[Place]
+    ) -> int | None:
+        """Brings rows up to date without a server, if that can be; returns how many, None if it cannot."""
         if self._written is None or isinstance(table, DynamicTable):
-            return False
-        for run, place in zip(runs, here, strict=True):
-            versions = rows.versions[place]
-            if (versions < run.epoch << _EPOCH_BITS).any():
-                return False
-        return not self._written.changed(table, rows.keys, rows.versions)
+            return None
+        try:
+            for run, place in zip(runs, here, strict=True):
+                if (held.versions[place] < run.epoch << _EPOCH_BITS).any():
+                    return None
+            versions = self._written.versions(table, held.keys)
+            changed = (versions > held.versions).nonzero().flatten()
+            if len(changed) and not self._ahead.bring(table.name, held, changed, versions[changed]):
+                return None
+            return len(changed)
+        finally:
+            self._ahead.use(held)
 
 
 def _no_table(name: str, tables: Iterable[str]) -> KeyError:
     return KeyError(f"the store has no table {name!r}; it has {sorted(tables)}")
+
+
+def _version(answer: Answer) -> int:
+    """The version that a change gave to the rows that it changed."""
+    return int(answer.content["clock"]) + (answer.epoch << _EPOCH_BITS)
 
 
 def _float(values: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,7 @@ class Store(ABC):
         *,
         admit: bool = False,
         counts: Sequence[torch.Tensor] | None = None,
+        ahead: bool = False,
     ) -> list[Rows]:
         """Reads rows of several tables in one go, and when they were written last.
 
@@ -144,6 +145,8 @@ class Store(ABC):
             admit: as for ``pull``.
             counts: how often each key was looked up, int64 ``[n]`` each; by default once each time it
                 is given.
+            ahead: whether ``refresh_many`` will bring these rows up to date before they are used, so
+                that the store may prepare for it.
         """
 
     @abstractmethod

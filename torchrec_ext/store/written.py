@@ -42,15 +42,17 @@ class WrittenRows:
         """
         self._of(table)[keys - table.first_key] = version
 
-    def changed(self, table: DenseTable, keys: torch.Tensor, versions: torch.Tensor) -> bool:
-        """Whether one of the rows was, or may have been, written after it had its version.
+    def versions(self, table: DenseTable, keys: torch.Tensor) -> torch.Tensor:
+        """The versions that this process's writes gave to rows.
 
         Args:
             table: the table.
             keys: int64 ``[n]``.
-            versions: int64 ``[n]``.
+
+        Returns:
+            int64 ``[n]``; 0: it wrote none. A row that is being written has the largest of all.
         """
-        return bool((self._of(table)[keys - table.first_key] > versions).any())
+        return self._of(table)[keys - table.first_key]
 
     def _of(self, table: DenseTable) -> torch.Tensor:
         with self._lock:
