@@ -141,8 +141,8 @@ def find_recstore_tables(model: nn.Module) -> list[RecStoreTable]:
 
 
 def _of_sharded(module: ShardedRecStoreEmbeddingBagCollection, prefix: str) -> list[RecStoreTable]:
-    sharded = module._tables
-    features = {config.name: tuple(config.feature_names) for config in module._configs}
+    sharded = module.tables
+    features = {config.name: tuple(config.feature_names) for config in module.embedding_bag_configs()}
     if sharded.shared:
         return [_whole(prefix, module.store, table, features[name]) for name, table in sharded.tables.items()]
     tables = []

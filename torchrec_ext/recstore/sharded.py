@@ -189,6 +189,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
             weights=batch.scale,
             lengths=batch.lengths,
             stride=batch.batch_size,
+            length_per_key=[len(ids) for ids in batch.ids],
         )
 
     # Prefetch

@@ -23,6 +23,9 @@ class RecStoreEmbeddingBagCollectionSharder(BaseEmbeddingSharder[RecStoreEmbeddi
     remainder, divided by the number of ranks, is the rank. Rows that the collection
     has before go along, their optimizer state does not.
 
+    The ranks' batches must be of one size where the process group is gloo: TorchRec's way back of pooled
+    rows needs it there.
+
     Rows are trained as TorchRec's are: in the backward pass, by the optimizer of ``fused_params`` or of
     ``apply_optimizer_in_backward``. Where neither names one, backward passes fill the trace, and a
     ``Sparse*`` optimizer of the sharded collection trains the rows.
