@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.benchmarks.results import Measurement, Result
 from torchrec_ext.store import kernels
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.optimizers import SGD, RowWiseAdaGrad, StoreOptimizer
+from torchrec_ext.store.places import ProcessMemory
 
 TABLES = 26
 ROWS = 100_000
@@ -188,13 +190,17 @@ def _kernels_step(optimizer: StoreOptimizer, numba: str, grad: torch.Tensor) -> 
 
 
 class Embeddings:
-    """All tables one below the other, and their optimizer's state."""
+    """All tables one below the other, and their optimizer's state, in memory as a store has it."""
 
     def __init__(self, optimizer: StoreOptimizer) -> None:
+        array = partial(ProcessMemory().array, create=True)
         rows = TABLES * ROWS
-        self.weight = torch.rand(rows, DIM)
-        self.slots = {slot.name: torch.zeros(rows, slot.columns(DIM)) for slot in optimizer.slots}
-        self.versions = torch.zeros(rows, dtype=torch.int64)
+        self.weight = array("weight", (rows, DIM), torch.float32).uniform_()
+        self.slots = {
+            slot.name: array(slot.name, (rows, slot.columns(DIM)), torch.float32).zero_()
+            for slot in optimizer.slots
+        }
+        self.versions = array("versions", (rows,), torch.int64).zero_()
         self.optimizer = optimizer
         self.clock = 0
         self._first_rows = torch.arange(TABLES) * ROWS

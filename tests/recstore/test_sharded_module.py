@@ -67,6 +67,7 @@ def sharded(collection: torch.nn.Module, sharder: Any, **changes: Any) -> Any:
         local_size=world_size,
         device_type="cpu",
     )
+    changes.get("change_plan", lambda plan: None)(plan)
     return DistributedModelParallel(
         torch.nn.ModuleDict({"rec": collection}),
         env=changes.get("env", ShardingEnv.from_process_group(dist.group.WORLD)),
@@ -443,11 +444,18 @@ def test_ranks_share_a_store_on_another_host(own: bool) -> None:
 # What is refused
 
 
+def uneven(plan: Any) -> None:
+    first, second = plan["t0"].sharding_spec.shards
+    first.shard_sizes, second.shard_sizes, second.shard_offsets = [5, 4], [6, 4], [5, 0]
+
+
 def refused() -> None:
     world = dist.group.WORLD
     sharder = RecStoreEmbeddingBagCollectionSharder(FUSED)
     with pytest.raises(ValueError, match="table 't0': RecStore tables are sharded row_wise, not table_wise"):
         sharded(collection(), sharder, kind=table_wise(rank=0, compute_kernel="fused"))
+    with pytest.raises(ValueError, match=r"table 't0': 11 rows on 2 ranks are .* blocks of 6, not \[5, 6\]"):
+        sharded(collection(), sharder, change_plan=uneven)
     env = ShardingEnv.from_process_group(world)
     env.output_dtensor = True
     with pytest.raises(ValueError, match="output_dtensor"):

@@ -20,7 +20,7 @@ from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Record, pool_flat, pool_rows
 from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
-from torchrec_ext.recstore.sharded_tables import ShardedTables
+from torchrec_ext.recstore.sharded_tables import InitFns, ShardedTables
 from torchrec_ext.recstore.trace import Trace, TraceEntry
 from torchrec_ext.recstore.updates import apply_entries
 from torchrec_ext.recstore.whole_tables import create_tables
@@ -37,6 +37,7 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         tables: TorchRec's description of this rank's shards, in the order of their features.
         sharded: the tables.
         trace: takes gradients where no optimizer is fused.
+        init_fns: what fills the rows of dense tables that are made.
 
     Attributes:
         new_tables: the names of those that were not in the store before.
@@ -45,7 +46,13 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         ValueError: the optimizers cannot be had.
     """
 
-    def __init__(self, tables: Sequence[ShardedEmbeddingTable], sharded: ShardedTables, trace: Trace) -> None:
+    def __init__(
+        self,
+        tables: Sequence[ShardedEmbeddingTable],
+        sharded: ShardedTables,
+        trace: Trace,
+        init_fns: InitFns,
+    ) -> None:
         super().__init__()
         self._sharded, self._trace = sharded, trace
         self._store, self._fused_ids = sharded.store, sharded.fused_ids
@@ -60,7 +67,7 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         self._group_of = {name: optimizers.index(optimizer) for name, optimizer in fused.items()}
         for number, optimizer in enumerate(optimizers):
             names = [name for name, group in self._group_of.items() if group == number]
-            self._create(names, optimizer or sharded.optimizer)
+            self._create(names, optimizer or sharded.optimizer, init_fns)
         self._optimizer = StoreFusedOptimizer(
             self._store,
             {
@@ -160,12 +167,12 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         """None: they are in the collection's ``embedding_bags``."""
         return iter(())
 
-    def _create(self, names: Sequence[str], optimizer: StoreOptimizer) -> None:
+    def _create(self, names: Sequence[str], optimizer: StoreOptimizer, init_fns: InitFns) -> None:
         create_tables(
             self._store,
             [self._sharded.stored(name) for name in names],
             optimizer,
-            {name: fill for name, fill in self._sharded.init_fns.items() if name in names},
+            {name: fill for name, fill in init_fns.items() if name in names},
         )
         # Tables that were there may have had another.
         for name in names:

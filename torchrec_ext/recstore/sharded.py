@@ -68,6 +68,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         self._trace = Trace(f"{type(self).__name__} of tables {names}")
         self._handle: PrefetchHandle[_SentBatch] | None = None
         self._tables = ShardedTables.of(module, table_name_to_parameter_sharding, env, device, store)
+        self._init_fns = self._tables.init_fns(module)
         super().__init__(
             _as_torchrec_sees_it(module),
             dict(table_name_to_parameter_sharding),
@@ -77,6 +78,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        del self._init_fns  # it holds the unsharded rows
         self._weighted = module.is_weighted()
         self._features = _features(module, self._sharding)
         self._input_layout = Layout((Group(0, False, tuple(self._features.values())),), ())
@@ -131,7 +133,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
     ) -> RecStoreSharding:
         """See ``ShardedEmbeddingBagCollection``."""
         self._sharding = RecStoreSharding(
-            sharding_infos, env, device, qcomm_codecs_registry, self._tables, self._trace
+            sharding_infos, env, device, qcomm_codecs_registry, self._tables, self._trace, self._init_fns
         )
         return self._sharding
 
@@ -157,11 +159,9 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         handle, self._handle = self._handle, None
         if handle is None:
             return super().forward(features)
-        read = handle.use(
-            self, maybe_td_to_kjt(features, None), admit=self.training and torch.is_grad_enabled()
-        )
-        assert isinstance(read, _SentBatch)
-        return self.compute_and_output_dist(read.ctx, read.features)
+        features = maybe_td_to_kjt(features, None)
+        sent = handle.use(self, features, admit=self.training and torch.is_grad_enabled())
+        return self.compute_and_output_dist(sent.ctx, sent.features)
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor

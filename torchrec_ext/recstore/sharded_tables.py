@@ -17,6 +17,9 @@ from torchrec_ext.recstore.shards import RowShards
 from torchrec_ext.recstore.whole_tables import device_of, read_table
 from torchrec_ext.store import SGD, DenseTable, MemoryStore, Store, StoreOptimizer, Table
 
+InitFns = Mapping[str, Callable[[torch.Tensor], Any]]
+"""By the name of a table, what fills its rows in place."""
+
 StoreOfRank = Callable[[int], Store]
 """Makes a rank's own store."""
 
@@ -34,7 +37,6 @@ class ShardedTables:
         fused_ids: of the collection.
         is_weighted: whether the batches that arrive have weights.
         optimizer: the store's optimizer where no fused one is asked for.
-        init_fns: by name of a dense table, what fills its rows in place when it is made.
     """
 
     store: Store
@@ -44,7 +46,6 @@ class ShardedTables:
     fused_ids: FusedIds
     is_weighted: bool
     optimizer: StoreOptimizer
-    init_fns: Mapping[str, Callable[[torch.Tensor], Any]]
 
     @classmethod
     def of(
@@ -89,14 +90,19 @@ class ShardedTables:
             # An average is a weight: of the bag's ids, a rank sees only its own.
             is_weighted=module.is_weighted() or any(config.pooling == PoolingType.MEAN for config in configs),
             optimizer=SGD(module.lr) if own is None else own.optimizer(configs[0].name),
-            init_fns={
-                config.name: config.init_fn
-                if own is None
-                else partial(_copy_rows, own, table if shared else rows[config.name].shard_of(table))
-                for config in configs
-                if isinstance(table := tables[config.name], DenseTable)
-            },
         )
+
+    def init_fns(self, module: RecStoreEmbeddingBagCollection) -> InitFns:
+        """What fills the rows of dense tables that are made: those that the collection has, if any."""
+        fills: dict[str, Callable[[torch.Tensor], Any]] = {}
+        for config in module.embedding_bag_configs():
+            table = self.tables[config.name]
+            if module.store is None:
+                fills[config.name] = config.init_fn
+            elif isinstance(table, DenseTable):
+                stored = table if self.shared else self.rows[config.name].shard_of(table)
+                fills[config.name] = partial(_copy_rows, module.store, stored)
+        return fills
 
     def dense_shard(self, name: str) -> DenseTable | None:
         """This rank's shard as a table of its own; None if the table is dynamic."""

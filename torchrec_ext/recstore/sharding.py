@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
 from torchrec_ext.recstore.shard_lookup import RecStoreLookup
-from torchrec_ext.recstore.sharded_tables import ShardedTables
+from torchrec_ext.recstore.sharded_tables import InitFns, ShardedTables
 from torchrec_ext.recstore.trace import Trace
 from torchrec_ext.store import DynamicTable
 
@@ -39,6 +39,7 @@ class RecStoreSharding(RwPooledEmbeddingSharding):
         codecs: for what is pooled, on the way back.
         tables: what the ranks' stores have.
         trace: see ``RecStoreLookup``.
+        init_fns: see ``RecStoreLookup``.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class RecStoreSharding(RwPooledEmbeddingSharding):
         codecs: dict[str, QuantizedCommCodecs] | None,
         tables: ShardedTables,
         trace: Trace,
+        init_fns: InitFns,
     ) -> None:
         super().__init__(list(infos), env, device, qcomm_codecs_registry=codecs)
         self._process_group, self._tables = env.process_group, tables
-        self.lookup = RecStoreLookup(self.embedding_tables(), tables, trace)
+        self.lookup = RecStoreLookup(self.embedding_tables(), tables, trace, init_fns)
 
     def create_lookup(
         self, device: torch.device | None = None, fused_params: Any = None, feature_processor: Any = None

@@ -44,7 +44,7 @@ class RowShards:
         """The row-wise shards of a sharding plan.
 
         Raises:
-            ValueError: the plan is not row-wise.
+            ValueError: the plan is not row-wise, or its shards are not those that TorchRec sends ids to.
         """
         if sharding.sharding_type != ShardingType.ROW_WISE.value:
             raise ValueError(
@@ -52,9 +52,18 @@ class RowShards:
                 f"not {sharding.sharding_type}"
             )
         shards = sharding.sharding_spec.shards
+        sizes = tuple(shard.shard_sizes[0] for shard in shards)
+        total, world_size = sum(sizes), process_group.size()
+        block = -(-total // world_size)
+        starts = tuple(min(number * block, total) for number in range(world_size))
+        if sizes != tuple(min(block, total - start) for start in starts):
+            raise ValueError(
+                f"table {table!r}: {total} rows on {world_size} ranks are sharded into blocks of {block}, "
+                f"not {list(sizes)}"
+            )
         return cls(
-            tuple(shard.shard_offsets[0] for shard in shards),
-            tuple(shard.shard_sizes[0] for shard in shards),
+            starts,
+            sizes,
             tuple(shard.placement.rank() for shard in shards),
             rank,
             process_group,
