@@ -228,11 +228,13 @@ def _apply(
                 ahead = np.int64(bag_of[ahead])
             for column in range(0, dim, _LINE):
                 _prefetch(per_bag, ahead * dim + column)
+            _prefetch(per_bag, ahead * dim + dim - 1)
             ahead = pairs[at + _ROWS_AHEAD] >> 32
             if ahead != pairs[at + _ROWS_AHEAD - 1] >> 32:
                 ahead += low
                 for column in range(0, dim, _LINE):
                     _prefetch(weight, ahead * dim + column)
+                _prefetch(weight, ahead * dim + dim - 1)
                 if kind == ROW_WISE_ADAGRAD:
                     _prefetch(state, ahead)
                 elif kind == ADAGRAD:
