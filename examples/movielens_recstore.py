@@ -132,7 +132,9 @@ def check(model: DistributedModelParallel, ratings: movielens.Ratings, deltas: P
         counts += torch.tensor([len(ids), num_different(replayed, expected[feature].numpy())])
     dist.all_reduce(counts)
     checked, wrong = counts.tolist()
-    say(f"{len(log.dumps())} dumps; checked {checked:,} ids on {dist.get_world_size()} ranks: {wrong:,} wrong")
+    say(
+        f"{len(log.dumps())} dumps; checked {checked:,} ids on {dist.get_world_size()} ranks: {wrong:,} wrong"
+    )
     return wrong
 
 

@@ -203,13 +203,16 @@ class Embeddings:
         self.versions = array("versions", (rows,), torch.int64).zero_()
         self.optimizer = optimizer
         self.clock = 0
-        self._first_rows = torch.arange(TABLES) * ROWS
 
     def rows(self, batch: KeyedJaggedTensor) -> torch.Tensor:
         """Where the rows of the ids are, feature by feature."""
-        ids = batch.values()
-        counts = torch.tensor(batch.length_per_key())
-        return torch.repeat_interleave(self._first_rows, counts, output_size=len(ids)).add_(ids)
+        rows = torch.empty_like(batch.values())
+        counts = batch.length_per_key()
+        for table, (ids, found) in enumerate(
+            zip(batch.values().split(counts), rows.split(counts), strict=True)
+        ):
+            torch.add(ids, table * ROWS, out=found)
+        return rows
 
     def update(self, bags: Bags, grad: torch.Tensor) -> None:
         self.clock += 1

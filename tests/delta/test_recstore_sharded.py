@@ -32,7 +32,7 @@ from tests.support.recstore_schedules import (
 from tests.support.schedules import gather_ids, shared_directory
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaLog
-from torchrec_ext.recstore.sharder import RecStoreEmbeddingBagCollectionSharder
+from torchrec_ext.recstore.sharding.sharder import RecStoreEmbeddingBagCollectionSharder
 from torchrec_ext.store import FileStore, SharedMemoryStore, Uniform
 from torchrec_ext.zch import ZchEmbeddingBagCollectionSharder
 

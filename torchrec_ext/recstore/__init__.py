@@ -7,8 +7,8 @@ from torchrec_ext.recstore.dist_tensor import DistTensor
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.optimizers import SparseAdagrad, SparseAdam, SparseRowWiseAdagrad, SparseSGD
 from torchrec_ext.recstore.prefetch import PrefetchHandle, prefetched
-from torchrec_ext.recstore.sharded import ShardedRecStoreEmbeddingBagCollection
-from torchrec_ext.recstore.sharder import RecStoreEmbeddingBagCollectionSharder
+from torchrec_ext.recstore.sharding.collection import ShardedRecStoreEmbeddingBagCollection
+from torchrec_ext.recstore.sharding.sharder import RecStoreEmbeddingBagCollectionSharder
 from torchrec_ext.recstore.traced import TracedModule
 
 __all__ = [

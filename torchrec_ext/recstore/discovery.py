@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrec_ext.recstore.dist_embedding import DistEmbedding
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
-from torchrec_ext.recstore.sharded import ShardedRecStoreEmbeddingBagCollection
+from torchrec_ext.recstore.sharding.collection import ShardedRecStoreEmbeddingBagCollection
 from torchrec_ext.store import (
     DenseTable,
     DynamicTable,

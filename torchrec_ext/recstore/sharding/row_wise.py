@@ -20,8 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
-from torchrec_ext.recstore.shard_lookup import RecStoreLookup
-from torchrec_ext.recstore.sharded_tables import InitFns, ShardedTables
+from torchrec_ext.recstore.sharding.lookup import RecStoreLookup
+from torchrec_ext.recstore.sharding.tables import InitFns, ShardedTables
 from torchrec_ext.recstore.trace import Trace
 from torchrec_ext.store import DynamicTable
 

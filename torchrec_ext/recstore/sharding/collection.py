@@ -24,15 +24,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_ext.recstore.batch import split_batch
-from torchrec_ext.recstore.dense_shard import DenseShard
 from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
-from torchrec_ext.recstore.dynamic_shards import DynamicShards
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.layout import Feature, Group, Layout
 from torchrec_ext.recstore.prefetch import PrefetchHandle
-from torchrec_ext.recstore.shard_lookup import RecStoreLookup
-from torchrec_ext.recstore.sharded_tables import ShardedTables, StoreOfRank
-from torchrec_ext.recstore.sharding import ReadAhead, RecStoreSharding
+from torchrec_ext.recstore.sharding.dense import DenseShard
+from torchrec_ext.recstore.sharding.dynamic import DynamicShards
+from torchrec_ext.recstore.sharding.lookup import RecStoreLookup
+from torchrec_ext.recstore.sharding.row_wise import ReadAhead, RecStoreSharding
+from torchrec_ext.recstore.sharding.tables import ShardedTables, StoreOfRank
 from torchrec_ext.recstore.trace import Trace
 from torchrec_ext.recstore.traced import TracedModule
 from torchrec_ext.recstore.updates import apply_entries

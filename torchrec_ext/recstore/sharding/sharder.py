@@ -10,9 +10,9 @@ from torchrec.distributed.embedding_types import BaseEmbeddingSharder, Embedding
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
-from torchrec_ext.recstore.fused_params import store_optimizer
-from torchrec_ext.recstore.sharded import ShardedRecStoreEmbeddingBagCollection
-from torchrec_ext.recstore.sharded_tables import StoreOfRank
+from torchrec_ext.recstore.sharding.collection import ShardedRecStoreEmbeddingBagCollection
+from torchrec_ext.recstore.sharding.fused_params import store_optimizer
+from torchrec_ext.recstore.sharding.tables import StoreOfRank
 from torchrec_ext.store import Store
 
 

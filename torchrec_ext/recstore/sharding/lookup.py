@@ -14,13 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.recstore.batch import split_batch
 from torchrec_ext.recstore.fused_optimizer import OptimizedTable, StoreFusedOptimizer
-from torchrec_ext.recstore.fused_params import store_optimizer
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Record, pool_flat, pool_rows
 from torchrec_ext.recstore.prefetch import readers
 from torchrec_ext.recstore.reads import BatchRead
-from torchrec_ext.recstore.sharded_tables import InitFns, ShardedTables
+from torchrec_ext.recstore.sharding.fused_params import store_optimizer
+from torchrec_ext.recstore.sharding.tables import InitFns, ShardedTables
 from torchrec_ext.recstore.trace import Trace, TraceEntry
 from torchrec_ext.recstore.updates import apply_entries
 from torchrec_ext.recstore.whole_tables import create_tables

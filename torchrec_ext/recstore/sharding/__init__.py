@@ -1,0 +1,1 @@
+"""RecStore collections dealt out to the ranks of a ``DistributedModelParallel`` model."""
