@@ -51,7 +51,7 @@ def serve_store(
     """
     from torchrec_ext.errors import StoreError
     from torchrec_ext.store import LocalStore
-    from torchrec_ext.store.flight_server import StoreServer
+    from torchrec_ext.store.flight.server import StoreServer
     from torchrec_ext.store.urls import environment_token, open_store, read_token
 
     stop = threading.Event()

@@ -27,8 +27,8 @@ from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog
 from torchrec_ext.errors import UnsupportedTableError
 from torchrec_ext.recstore import DistEmbedding, SparseSGD
 from torchrec_ext.store import LocalStore, MemoryStore, SharedMemoryStore, Uniform
-from torchrec_ext.store.flight_server import StoreServer
-from torchrec_ext.store.remote import RemoteStore
+from torchrec_ext.store.flight.remote import RemoteStore
+from torchrec_ext.store.flight.server import StoreServer
 
 INT64_MAX = 2**63 - 1
 DENSE = RecTable("dense", ("f",), rows=6)

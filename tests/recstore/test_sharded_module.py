@@ -49,8 +49,8 @@ from torchrec_ext.recstore import (
     SparseAdagrad,
 )
 from torchrec_ext.store import CounterFilter, FileStore, MemoryStore, SharedMemoryStore, Store
-from torchrec_ext.store.flight_server import StoreServer
-from torchrec_ext.store.remote import RemoteStore
+from torchrec_ext.store.flight.remote import RemoteStore
+from torchrec_ext.store.flight.server import StoreServer
 
 FUSED = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
 

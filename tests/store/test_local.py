@@ -307,10 +307,20 @@ def test_a_snapshot_puts_everything_back(store: LocalStore) -> None:
     assert torch.equal(store.pull("d", ids(100)), torch.full((1, 8), 0.25))
 
 
+def test_a_snapshot_of_some_tables_leaves_the_others(store: LocalStore) -> None:
+    snapshot = store.snapshot(["a"])
+    before = store.pull("c", ids(1)).clone()
+    store.update_many([("a", ids(1), torch.ones(1, 8)), ("c", ids(1), torch.ones(1, 4))])
+    store.restore(snapshot)
+    assert list(snapshot.tables) == ["a"]
+    assert torch.equal(store.pull("a", ids(1)), snapshot.tables["a"].weight[1:2])
+    assert not torch.equal(store.pull("c", ids(1)), before)
+
+
 def test_a_snapshot_of_other_tables_is_refused(store: LocalStore) -> None:
     other = MemoryStore()
-    other.create_tables([DenseTable("a", 8, 100)], SGD())
-    with pytest.raises(ValueError, match="the snapshot is of tables"):
+    other.create_tables([DenseTable("z", 8, 100)], SGD())
+    with pytest.raises(ValueError, match=r"the snapshot is of tables \['z'\], the store has"):
         store.restore(other.snapshot())
     same_names = MemoryStore()
     same_names.create_tables(TABLES, SGD())

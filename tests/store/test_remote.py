@@ -41,11 +41,10 @@ from torchrec_ext.store import (
     StoreOptimizer,
     StoreSnapshot,
     Uniform,
-    shares,
-    wire,
 )
-from torchrec_ext.store.flight_server import StoreServer
-from torchrec_ext.store.remote import RemoteStore
+from torchrec_ext.store.flight import shares, wire
+from torchrec_ext.store.flight.remote import RemoteStore
+from torchrec_ext.store.flight.server import StoreServer
 from torchrec_ext.store.urls import TOKEN_VARIABLE, open_store
 
 DENSE = DenseTable("dense", 4, 11, first_key=5, initializer=Uniform(-1.0, 1.0, seed=3))
@@ -288,7 +287,8 @@ def test_errors_arrive_as_they_were_raised_and_nothing_was_done(stack: ExitStack
             lambda: store.create_tables([DenseTable("twice", 8, 1), DenseTable("twice", 8, 1)], SGD(1.0)),
             lambda: store.set_optimizer(["dense"], Adam()),
             lambda: store.evict_unused("dense", 1),  # type: ignore[attr-defined]
-            lambda: store.restore(StoreSnapshot(1, 1)),
+            lambda: store.snapshot(["none"]),
+            lambda: store.restore(StoreSnapshot(1, 1, {"none": store.snapshot(["dense"]).tables["dense"]})),
         ]
         raised = []
         for call in calls:

@@ -113,7 +113,7 @@ class DynamicRows(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._store is None or not self._names:
             return
-        snapshot = self._store.snapshot()
+        snapshot = self._store.snapshot(self._names)
         destination[f"{prefix}step"] = torch.tensor(snapshot.step)
         for name in self._names:
             for key, tensor in _tensors_of(snapshot.tables[name]).items():
@@ -133,7 +133,7 @@ class DynamicRows(nn.Module):
         if self._names and self._store is None:
             error_msgs.append(f"{prefix}*: the collection is on the meta device and has no rows")
         elif self._names and self._store is not None:
-            now = self._store.snapshot()
+            now = self._store.snapshot(self._names)
             loaded = {}
             absent = []
             for name in self._names:
@@ -147,7 +147,7 @@ class DynamicRows(nn.Module):
             if absent:
                 missing_keys += absent if strict else []
             elif not (strict and tensors):
-                self._store.restore(StoreSnapshot(now.clock, step, {**now.tables, **loaded}))
+                self._store.restore(StoreSnapshot(now.clock, step, loaded))
         unexpected_keys += list(tensors) if strict else []
 
 

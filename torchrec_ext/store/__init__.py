@@ -14,8 +14,8 @@ from torchrec_ext.store.stores import FileStore, MemoryStore, SharedMemoryStore
 from torchrec_ext.store.tables import Constant, CounterFilter, DenseTable, DynamicTable, Table, Uniform
 
 if TYPE_CHECKING:
-    from torchrec_ext.store.flight_server import StoreServer
-    from torchrec_ext.store.remote import RemoteStore
+    from torchrec_ext.store.flight.remote import RemoteStore
+    from torchrec_ext.store.flight.server import StoreServer
     from torchrec_ext.store.urls import open_store
 
 __all__ = [
@@ -50,8 +50,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above; the others need
     __getattr__ = lazy_attributes(
         __name__,
         {
-            "RemoteStore": "torchrec_ext.store.remote",
-            "StoreServer": "torchrec_ext.store.flight_server",
+            "RemoteStore": "torchrec_ext.store.flight.remote",
+            "StoreServer": "torchrec_ext.store.flight.server",
             "open_store": "torchrec_ext.store.urls",
         },
     )

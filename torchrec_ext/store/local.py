@@ -364,11 +364,11 @@ class LocalStore(Store):
 
     # Moments
 
-    def snapshot(self) -> StoreSnapshot:
+    def snapshot(self, tables: Iterable[str] | None = None) -> StoreSnapshot:
         """See ``Store``."""
         self.drain()
         with self._state.locked(exclusive=False):
-            return take_snapshot(self._state)
+            return take_snapshot(self._state, self._state.names if tables is None else tables)
 
     def restore(self, snapshot: StoreSnapshot) -> None:
         """See ``Store``."""

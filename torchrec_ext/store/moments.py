@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from torchrec_ext.store.group import RowGroup
@@ -11,9 +13,9 @@ from torchrec_ext.store.tables import DenseTable
 
 
 @torch.no_grad()
-def take_snapshot(state: StoreState) -> StoreSnapshot:
-    """Copies all tables; the caller holds the store's lock."""
-    tables = {name: _snapshot_of(state.group_of(name), name) for name in state.names}
+def take_snapshot(state: StoreState, names: Iterable[str]) -> StoreSnapshot:
+    """Copies tables; the caller holds the store's lock."""
+    tables = {name: _snapshot_of(state.group_of(name), name) for name in names}
     return StoreSnapshot(state.clock, state.step, tables)
 
 
@@ -23,7 +25,7 @@ def check_snapshot(state: StoreState, snapshot: StoreSnapshot) -> None:
     Raises:
         ValueError: it is not; names the table.
     """
-    if set(snapshot.tables) != set(state.names):
+    if not set(snapshot.tables) <= set(state.names):
         raise ValueError(
             f"the snapshot is of tables {sorted(snapshot.tables)}, the store has {sorted(state.names)}"
         )

@@ -67,7 +67,7 @@ class StoreSnapshot:
     Attributes:
         clock: the store's clock, which counts its updates.
         step: the largest step number that an update brought.
-        tables: by name.
+        tables: by name, in no order.
     """
 
     clock: int
@@ -249,15 +249,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def snapshot(self) -> StoreSnapshot:
-        """A copy of everything at one moment, while others go on updating."""
+    def snapshot(self, tables: Iterable[str] | None = None) -> StoreSnapshot:
+        """A copy of tables at one moment, while others go on updating; by default of all."""
 
     @abstractmethod
     def restore(self, snapshot: StoreSnapshot) -> None:
-        """Puts everything back to a snapshot of the same tables and optimizers.
+        """Puts the tables of a snapshot back; others stay as they are.
 
         Raises:
-            ValueError: the tables differ; nothing was changed.
+            ValueError: the store has other tables or optimizers of these names; nothing was changed.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from torchrec_ext.store.remote import RemoteStore
+from torchrec_ext.store.flight.remote import RemoteStore
 from torchrec_ext.store.store import Store
 from torchrec_ext.store.stores import FileStore, MemoryStore, SharedMemoryStore
 

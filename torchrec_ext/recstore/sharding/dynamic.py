@@ -92,7 +92,7 @@ class DynamicShards(nn.Module):
             dist.barrier(self._process_group)
         if (now := self._snapshot()) is not None:
             loaded = {name: _with_tensors(now.tables[name], part) for name, part in arrived.items()}
-            self._store.restore(StoreSnapshot(now.clock, int(step), {**now.tables, **loaded}))
+            self._store.restore(StoreSnapshot(now.clock, int(step), loaded))
         self._optimizer.set_optimizer_step(int(step))
         if self._shared:
             dist.barrier(self._process_group)
@@ -104,7 +104,7 @@ class DynamicShards(nn.Module):
     def _snapshot(self) -> StoreSnapshot | None:
         """What this rank saves and loads; None: rank 0 does it for all."""
         elsewhere = self._shared and next(iter(self._rows.values())).rank > 0
-        return None if elsewhere else self._store.snapshot()
+        return None if elsewhere else self._store.snapshot(self._rows)
 
     def _shapes(self, table: str) -> dict[str, tuple[list[int], torch.dtype]]:
         """Of each tensor of a table: the shape of an entry, and the dtype."""

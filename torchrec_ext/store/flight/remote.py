@@ -9,11 +9,10 @@ from typing import Literal
 
 import torch
 
-from torchrec_ext.store import wire
-from torchrec_ext.store.ahead import RowsAhead
-from torchrec_ext.store.connection import Answer, Connection, Part, Run, Servers
-from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
-from torchrec_ext.store.shares import (
+from torchrec_ext.store.flight import wire
+from torchrec_ext.store.flight.ahead import RowsAhead
+from torchrec_ext.store.flight.connection import Answer, Connection, Part, Run, Servers
+from torchrec_ext.store.flight.shares import (
     Place,
     Share,
     divide,
@@ -23,6 +22,8 @@ from torchrec_ext.store.shares import (
     take,
     whole_table,
 )
+from torchrec_ext.store.flight.written import WrittenRows
+from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.store import Rows, Store, StoreSnapshot
 from torchrec_ext.store.tables import (
     DenseTable,
@@ -33,7 +34,6 @@ from torchrec_ext.store.tables import (
     table_to_json,
 )
 from torchrec_ext.store.update_queue import UpdateQueue
-from torchrec_ext.store.written import WrittenRows
 
 Tensors = Sequence[torch.Tensor]
 
@@ -315,17 +315,18 @@ class RemoteStore(Store):
 
     # Moments
 
-    def snapshot(self) -> StoreSnapshot:
+    def snapshot(self, tables: Iterable[str] | None = None) -> StoreSnapshot:
         """See ``Store``; with several servers, see the class too."""
         self.drain()
-        answers = self._servers.ask("snapshot", ({}, ()), retry=True, timeout=self._bulk_timeout)
+        args = {"tables": None if tables is None else list(tables)}
+        answers = self._servers.ask("snapshot", (args, ()), retry=True, timeout=self._bulk_timeout)
         return join_snapshots([wire.snapshot_from_message(a.content, a.tensors) for a in answers])
 
     def restore(self, snapshot: StoreSnapshot) -> None:
         """See ``Store``."""
         self.drain()
         tables = self.tables
-        if set(snapshot.tables) != set(tables):
+        if not set(snapshot.tables) <= set(tables):
             raise ValueError(
                 f"the snapshot is of tables {sorted(snapshot.tables)}, the store has {sorted(tables)}"
             )

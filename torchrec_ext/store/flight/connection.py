@@ -16,8 +16,8 @@ import pyarrow.flight as flight
 import torch
 
 from torchrec_ext.errors import StoreError
-from torchrec_ext.store import wire
-from torchrec_ext.store.shares import Share, other_share
+from torchrec_ext.store.flight import wire
+from torchrec_ext.store.flight.shares import Share, other_share
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import pyarrow.flight as flight
 import torch
 
 from torchrec_ext.errors import StoreError
-from torchrec_ext.store import wire
+from torchrec_ext.store.flight import wire
+from torchrec_ext.store.flight.shares import Share, other_share
 from torchrec_ext.store.local import LocalStore
 from torchrec_ext.store.optimizers import optimizer_from_json
-from torchrec_ext.store.shares import Share, other_share
 from torchrec_ext.store.store import Rows
 from torchrec_ext.store.tables import CHUNK_BYTES, DenseTable, table_from_json, table_to_json
 
@@ -269,7 +269,7 @@ class _Requests:
             return {"evicted": self._store.evict_unused(args["table"], args["steps"])}, ()
 
     def _snapshot(self, args: dict[str, Any], tensors: Tensors) -> Answer:
-        snapshot = self._store.snapshot()
+        snapshot = self._store.snapshot(args["tables"])
         share = self._share.get() or Share()
         parts = {
             name: replace(part, keys=share.keys(part.table, part.keys))
