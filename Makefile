@@ -9,14 +9,18 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench lint typecheck wheel clean
+.PHONY: help demo demo-recstore test bench lint typecheck wheel clean
 
 help: ## Print this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(READY) ## Train on MovieLens in two processes, dumping deltas, and check them against the model
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=2 \
 		examples/movielens_online.py $(ARGS)
+
+demo-recstore: $(READY) ## The same with embeddings in a store, read ahead of time
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=2 \
+		examples/movielens_recstore.py $(ARGS)
 
 test: $(READY) ## Run the tests; ARGS="-k zch" goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
@@ -39,6 +43,7 @@ wheel: $(READY) ## Build the wheel, and check that its reading side works withou
 	build/wheel-venv/bin/pip install --quiet --constraint requirements/cpu.txt dist/*.whl
 	build/wheel-venv/bin/python -I -c 'import importlib.util as u; assert not u.find_spec("torch")'
 	build/wheel-venv/bin/python -I -c 'import torchrec_ext; from torchrec_ext.delta import DeltaLog'
+	build/wheel-venv/bin/torchrec-ext --help >/dev/null
 	test -f build/wheel-venv/lib/python*/site-packages/torchrec_ext/py.typed
 
 clean: ## Remove build outputs and caches; keeps .venv and what was measured or dumped

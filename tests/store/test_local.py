@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -326,6 +328,51 @@ def test_a_snapshot_of_other_tables_is_refused(store: LocalStore) -> None:
     same_names.create_tables(TABLES, SGD())
     with pytest.raises(ValueError, match="holds state of SGD"):
         store.restore(same_names.snapshot())
+
+
+DAMAGE: list[dict[str, Any]] = [
+    {"keys": ids(1, 1, 2)},
+    {
+        "keys": torch.arange(41),
+        "weight": torch.zeros(41, 8),
+        "slots": {"sum": torch.zeros(41, 1)},
+        "frequencies": torch.arange(41),
+        "last_used": torch.arange(41),
+    },
+    {"keys": torch.arange(41)},
+    {"weight": torch.zeros(3, 4)},
+    {"slots": {}},
+    {"slots": {"sum": torch.zeros(2, 1)}},
+    {"frequencies": ids(1, 2)},
+    {"last_used": ids(1, 2)},
+    {"candidates": ids(9)},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: "-".join(damage))
+def test_a_snapshot_that_does_not_fit_together_changes_nothing(
+    store: LocalStore, damage: dict[str, Any]
+) -> None:
+    store.pull("d", ids(-1, 5, 6), admit=True)
+    before = store.snapshot()
+    tables = {"a": before.tables["a"], "d": replace(before.tables["d"], **damage)}
+    store.update_many([("a", ids(1), torch.ones(1, 8)), ("d", ids(5), torch.ones(1, 8))])
+    held = store.snapshot()
+    with pytest.raises((ValueError, TableFullError), match="table 'd'"):
+        store.restore(replace(before, tables=tables))
+    after = store.snapshot()
+    for name, table in held.tables.items():
+        assert torch.equal(after.tables[name].keys, table.keys)
+        assert torch.equal(after.tables[name].weight, table.weight)
+        assert torch.equal(after.tables[name].versions, table.versions)
+
+
+def test_rows_that_lost_their_keys_cannot_be_touched(store: LocalStore) -> None:
+    rows = store.flat_rows("d", ids(3, 4), admit=True) - store.group_of("d").first_row["d"]
+    store.evict_unused("d", -1)
+    versions = store.group_of("d").versions_of("d").clone()
+    store.touch("d", torch.cat([rows, ids(0)]))
+    assert torch.equal(store.group_of("d").versions_of("d"), versions)
 
 
 def test_updates_from_threads_lose_none(store: LocalStore) -> None:

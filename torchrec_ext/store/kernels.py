@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# On a CPU, rows are updated in pieces that fit a core's second-level cache together with their gradients:
+# On a CPU, rows are updated in pieces that a core's second-level cache holds until they are written back:
 # all gradients of a large batch at once would go through memory, into fresh pages.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19
 _CHUNK_BYTES_OF_OTHER_DEVICES = 64 << 20
 
 _MAX_INT32 = torch.iinfo(torch.int32).max

@@ -193,11 +193,8 @@ class DynamicKeys:
             TableFullError: there are too few rows; nothing was changed.
             ValueError: keys repeat; nothing was changed.
         """
+        self.check_load(keys)
         wanted = self._array(keys)
-        if len(_distinct(wanted)) < len(wanted):
-            raise ValueError(f"table {self._table.name!r}: keys to load must not repeat")
-        if len(wanted) > self._table.max_rows:
-            raise self._full(len(wanted), self._table.max_rows)
         self.clear()
         rows = self._index.reserve(len(wanted))
         self._frequency[rows] = 0 if frequencies is None else frequencies.numpy()
@@ -207,6 +204,14 @@ class DynamicKeys:
         if self._candidates is not None and candidates is not None and candidate_counts is not None:
             self._candidates.note(self._array(candidates), candidate_counts.numpy())
         return torch.from_numpy(rows)
+
+    def check_load(self, keys: torch.Tensor) -> None:
+        """Checks that ``load`` can take keys; see there what it raises."""
+        wanted = self._array(keys)
+        if len(_distinct(wanted)) < len(wanted):
+            raise ValueError(f"table {self._table.name!r}: keys to load must not repeat")
+        if len(wanted) > self._table.max_rows:
+            raise self._full(len(wanted), self._table.max_rows)
 
     def check(self) -> bool:
         """Whether no call was left unfinished; if one was, logs what is wrong."""

@@ -312,9 +312,10 @@ class LocalStore(Store):
         """Takes note that rows of a table were written through ``weight`` or ``slots``; by default all."""
         with self._state.locked(exclusive=True):
             group = self._state.group_of(table)
-            if rows is None and table in group.keys:
-                rows = group.keys[table].rows_in_use()
             versions = group.versions_of(table)
+            if table in group.keys:
+                # Not those that lost their key, or its loss would be forgotten.
+                rows = group.keys[table].rows_in_use() if rows is None else rows[versions[rows] > 0]
             with self._state.writing() as clock:
                 if rows is None:
                     versions.fill_(clock)

@@ -20,10 +20,11 @@ def take_snapshot(state: StoreState, names: Iterable[str]) -> StoreSnapshot:
 
 
 def check_snapshot(state: StoreState, snapshot: StoreSnapshot) -> None:
-    """Checks that a snapshot is one of these tables.
+    """Checks that a snapshot is one of these tables, and whole.
 
     Raises:
         ValueError: it is not; names the table.
+        TableFullError: it has more keys than the table has rows.
     """
     if not set(snapshot.tables) <= set(state.names):
         raise ValueError(
@@ -38,6 +39,11 @@ def check_snapshot(state: StoreState, snapshot: StoreSnapshot) -> None:
                 f"table {name!r}: the snapshot holds state of {part.optimizer}, "
                 f"the store of {group.optimizer}"
             )
+        _check_tensors(group, part)
+        if name in group.keys:
+            group.keys[name].check_load(part.keys)
+        else:
+            group.check_keys(name, part.keys)
 
 
 @torch.no_grad()
@@ -58,6 +64,28 @@ def restore_snapshot(state: StoreState, snapshot: StoreSnapshot, clock: int) -> 
         for slot, values in part.slots.items():
             group.slots_of(name)[slot].index_copy_(0, rows, values)
         group.versions_of(name).index_fill_(0, rows, clock)
+
+
+def _check_tensors(group: RowGroup, part: TableSnapshot) -> None:
+    if part.slots.keys() != group.slots.keys():
+        raise ValueError(
+            f"table {part.table.name!r}: the snapshot holds state {sorted(part.slots)}, "
+            f"the store {sorted(group.slots)}"
+        )
+    count, waiting = len(part.keys), 0 if part.candidates is None else len(part.candidates)
+    tensors = [
+        ("weight", part.weight, [count, group.dim]),
+        ("frequencies", part.frequencies, [count]),
+        ("last_used", part.last_used, [count]),
+        ("candidate_counts", part.candidate_counts, [waiting]),
+        *((f"slot {name!r}", part.slots[name], [count, slot.shape[1]]) for name, slot in group.slots.items()),
+    ]
+    for what, tensor, expected in tensors:
+        if tensor is not None and list(tensor.shape) != expected:
+            raise ValueError(
+                f"table {part.table.name!r}: {what} of {count} keys must be {expected}, "
+                f"not {list(tensor.shape)}"
+            )
 
 
 def _snapshot_of(group: RowGroup, name: str) -> TableSnapshot:

@@ -257,7 +257,9 @@ class Store(ABC):
         """Puts the tables of a snapshot back; others stay as they are.
 
         Raises:
-            ValueError: the store has other tables or optimizers of these names; nothing was changed.
+            ValueError: the store has other tables or optimizers of these names, or the snapshot's tensors
+                do not fit together; nothing was changed.
+            TableFullError: it has more keys than a table has rows; nothing was changed.
         """
 
     @abstractmethod
