@@ -172,10 +172,6 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return {"model": model, "optimizer": model.fused_optimizer}
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
-    return {"model": model, "optimizer": model.fused_optimizer}
-
-
 def _save(case: Case, path: str) -> Saved:
     model = build(case.spec)
     seen = _train(model, case, case.steps, seed=0) | {*STRANGE_IDS, *NEVER_SEEN, *range(20)}
@@ -439,6 +435,23 @@ def test_what_is_saved_afterwards_is_a_checkpoint_of_the_new_world_size(
     run_on(3, _resharded_saved_and_loaded, str(checkpoint), str(tmp_path))
 
 
+def _resharded_under_a_dumper(case: Case, path: str) -> None:
+    model = build(replace(case.spec, seed=1))
+    with shared_directory() as directory, DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        seen = _train(model, case, 4, seed=1)
+        dumper.dump(1)
+        assert reshard_zch(_state(model), path).tables
+        dumper.dump(2)
+        dumper.flush()
+        compare(model, case.spec, directory, sorted(seen | set(range(20))))
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru", "distance_lfu"])
+def test_a_dumper_that_was_there_before_sees_what_was_loaded(policy: str, tmp_path: Path) -> None:
+    run_on(2, _save, crowded(policy), str(tmp_path))
+    run_on(3, _resharded_under_a_dumper, crowded(policy), str(tmp_path))
+
+
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
     """All of a model's state and its optimizer's, this rank's part."""
     optimizer = [
@@ -497,6 +510,13 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_written(
     for name in ("__0_0.distcp", "__1_0.distcp"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes()[:-100])
     run_on(3, _refuse, spec, str(tmp_path), r"__0_0\.distcp has \d+ bytes, the checkpoint needs \d+")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        (tmp_path / name).write_bytes(bytes((checkpoint / name).stat().st_size))
+    run_on(
+        3, _refuse, spec, str(tmp_path), r"_mch_sorted_raw_ids' cannot be read .*: the checkpoint is damaged"
+    )
+    (tmp_path / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes()[:200])
+    run_on(3, _refuse, spec, str(tmp_path), r"metadata cannot be read .*: the checkpoint is damaged")
 
 
 def _refuse_without_preference(path: str) -> None:

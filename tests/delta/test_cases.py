@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from functools import partial
@@ -482,6 +483,15 @@ def _state_loaded_under_the_dumper() -> None:
         session.collision_module().load_state_dict(saved)
         session.train(_rows_of([20]))
         session.check()
+        # A whole model, in which the same ids own the same rows.
+        whole = {
+            name: one.clone() if isinstance(one, torch.Tensor) else copy.deepcopy(one)
+            for name, one in session.model.state_dict().items()
+        }
+        session.train(_rows_of([20]))
+        session.check()
+        session.model.load_state_dict(whole)
+        assert ("upsert", 20) in session.check()["mc.t0"]
         # Weights written by other means have to be marked.
         session.dumper.mark("mc.t0")
         session.model.module.mc._embedding_module.embedding_bags.t0.weight.data.add_(1.0)

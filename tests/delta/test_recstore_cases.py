@@ -24,7 +24,7 @@ from tests.support.recstore_schedules import RecTable, collection, own_answers
 from tests.support.schedules import shared_directory
 from tests.support.workers import run_on, start_process
 from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog
-from torchrec_ext.errors import UnsupportedTableError
+from torchrec_ext.errors import TableFullError, UnsupportedTableError
 from torchrec_ext.recstore import DistEmbedding, SparseSGD
 from torchrec_ext.store import LocalStore, MemoryStore, SharedMemoryStore, Uniform
 from torchrec_ext.store.flight.remote import RemoteStore
@@ -217,6 +217,20 @@ def test_what_a_failed_dump_held_is_in_the_next_one(session: Session) -> None:
         "dense": [("upsert", 1), ("upsert", 2)],
         "dynamic": [("delete", 1), ("delete", 2)],
     }
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing_of_what_is_dumped(session: Session) -> None:
+    session.train(g=[1, 2])
+    session.check()
+    larger = collection((DENSE, RecTable("dynamic", ("g",), rows=9, dynamic=DYNAMIC.dynamic)))
+    larger.store.write("dynamic", torch.arange(9))
+    with pytest.raises(TableFullError, match="table 'dynamic' is full"):
+        session.ebc.load_state_dict(larger.state_dict())
+    assert set(session.check()) == {"dense"}  # which fits
+    session.train(f=[0])
+    session.train(f=[0])
+    session.store.evict_unused("dynamic", 1)
+    assert session.check()["dynamic"] == [("delete", 1), ("delete", 2)]
 
 
 def test_keys_of_an_old_log_that_the_model_does_not_hold_are_deleted(tmp_path: Path) -> None:

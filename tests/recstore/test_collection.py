@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -184,6 +185,14 @@ def test_rows_cannot_be_taken_out_of_their_store(change: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), RecStoreEmbeddingBagCollection(various()))
     with pytest.raises(RuntimeError, match="the rows of table 't0' stay in their store"):
         change(model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_store_is_not_copied_with_a_module(duplicate: Any) -> None:
+    ours = RecStoreEmbeddingBagCollection(various())
+    for what in (ours.store, ours) if duplicate is not copy.copy else (ours.store,):
+        with pytest.raises(TypeError, match="a MemoryStore cannot be copied or pickled"):
+            duplicate(what)
 
 
 def test_moving_to_where_it_is_keeps_the_rows_in_the_store() -> None:

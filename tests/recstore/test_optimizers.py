@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from tests.recstore.cases import STORES, config, dyadic, keyed, random_batch, various
+from tests.recstore.cases import STORES, InterfaceOnly, config, dyadic, keyed, random_batch, various
 from torchrec_ext.recstore import (
     DistEmbedding,
     RecStoreEmbeddingBagCollection,
@@ -204,7 +205,37 @@ def through_a_viewed_parameter(values: torch.Tensor, grad: torch.Tensor) -> Call
     return lambda: other.grad.zero_()
 
 
-@pytest.mark.parametrize("how", [hand_over, through_a_view, through_a_parameter, through_a_viewed_parameter])
+def through_a_hook(values: torch.Tensor, grad: torch.Tensor) -> Callable[[], Any]:
+    kept: list[torch.Tensor] = []
+    values.register_hook(lambda seen: kept.append(seen))  # no reference that autograd knows of
+    (values * 1).backward(grad.clone())
+    return lambda: kept[0].data.zero_()
+
+
+def through_a_hook_that_replaces_it(values: torch.Tensor, grad: torch.Tensor) -> Callable[[], Any]:
+    values.register_hook(lambda seen: grad)
+    values.sum().backward()
+    return lambda: grad.zero_()
+
+
+def through_a_retained_gradient(values: torch.Tensor, grad: torch.Tensor) -> Callable[[], Any]:
+    values.retain_grad()
+    (values * grad).sum().backward()
+    return lambda: values.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        hand_over,
+        through_a_view,
+        through_a_parameter,
+        through_a_viewed_parameter,
+        through_a_hook,
+        through_a_hook_that_replaces_it,
+        through_a_retained_gradient,
+    ],
+)
 def test_a_gradient_that_somebody_reuses_is_still_there_at_the_step(how: Any) -> None:
     module = collection()
     optimizer = SparseSGD([module], lr=1.0)
@@ -216,7 +247,7 @@ def test_a_gradient_that_somebody_reuses_is_still_there_at_the_step(how: Any) ->
     assert torch.equal(after[1:3], before[1:3] - 3)
 
 
-def test_an_expanded_gradient_is_taken_as_it_is() -> None:
+def test_an_expanded_gradient_counts_for_every_row() -> None:
     module = collection()
     optimizer = SparseSGD([module], lr=1.0)
     before = weights(module)["embedding_bags.t0.weight"]
@@ -225,25 +256,70 @@ def test_an_expanded_gradient_is_taken_as_it_is() -> None:
     assert torch.equal(weights(module)["embedding_bags.t0.weight"][1:3], before[1:3] - 1)
 
 
-def test_a_gradient_that_is_nobody_elses_is_not_copied() -> None:
-    module = collection()
-    seen = []
-    values = module(batch_of([[1], [2]], [[], []])).values()
-    values.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    (values @ torch.ones(8, 2)).sum().backward()
-    assert [entry.grad.data_ptr() for entry in module._trace._entries] == seen
+def test_a_batch_that_is_overwritten_before_the_step_still_trains_its_rows() -> None:
+    table = [config("t0", 9, 4, ["a"])]
+    module = RecStoreEmbeddingBagCollection(tables=table, is_weighted=True)
+    embedding = DistEmbedding(9, 4, "words")
+    optimizer = SparseSGD([module, embedding], lr=1.0)
+    of_module, of_words = module.store.weight("t0").clone(), embedding.weight[torch.arange(9)]
+    ids, scale = torch.tensor([1, 2]), torch.tensor([2.0, 3.0])
+    features = KeyedJaggedTensor(["a"], ids, weights=scale, lengths=torch.tensor([1, 1]))
+    loss = module(features).values().sum() + embedding(ids).sum()
+    ids.fill_(5)
+    loss.backward()
+    scale.zero_()
+    optimizer.step()
+    torch.testing.assert_close(of_module - module.store.weight("t0"), by_row({1: 2.0, 2: 3.0}))
+    torch.testing.assert_close(of_words - embedding.weight[torch.arange(9)], by_row({1: 1.0, 2: 1.0}))
 
 
-def test_a_gradient_changed_behind_the_traces_back_is_an_error() -> None:
-    module = collection()
-    optimizer = SparseSGD([module])
-    kept = []
-    values = module(batch_of([[1], [2]], [[], []])).values()
-    values.register_hook(lambda grad: kept.append(grad))  # no reference that autograd knows of
-    (values @ torch.ones(8, 2)).sum().backward()
-    kept[0].mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place"):
+def by_row(values: dict[int, float]) -> torch.Tensor:
+    return torch.tensor([values.get(row, 0.0) for row in range(9)]).unsqueeze(1).expand(9, 4)
+
+
+def test_backward_passes_on_several_threads_lose_nothing() -> None:
+    module = collection(dynamic={"t0": {}})
+    module(batch_of([[*range(9)]], [[]]))  # every id has a row
+    before = module.store.pull("t0", torch.arange(9))
+    optimizer = SparseSGD([module], lr=1.0, accumulation_steps=10_000)
+
+    def train(thread: int) -> None:
+        for _ in range(100):
+            (module(batch_of([[thread], [8]], [[], []])).values()[:, :4] / 8).sum().backward()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(train, range(8)))
+    optimizer.step()
+    expected = torch.full((9,), 100 / 8)
+    expected[8] *= 8
+    torch.testing.assert_close(
+        before - module.store.pull("t0", torch.arange(9)), expected.unsqueeze(1).expand(9, 4)
+    )
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_gradients_that_the_store_refused_are_applied_by_the_next_try(single: bool) -> None:
+    far: Any = InterfaceOnly(MemoryStore())
+    module: Any
+    if single:
+        module = DistEmbedding(9, 4, "t0", store=far)
+    else:
+        module = RecStoreEmbeddingBagCollection([config("t0", 9, 4, ["a"])], store=far)
+    optimizer = SparseAdam([module], lr=1.0)
+    before = far.pull("t0", torch.tensor([1]))
+    if single:
+        module(torch.tensor([1])).sum().backward()
+    else:
+        backward(module, batch_of([[1]]))
+    store, far.behind = far.behind, None  # the server is gone
+    with pytest.raises(AttributeError):
         optimizer.step()
+    far.behind = store
+    assert optimizer.param_groups[0]["step"] == 0
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+    assert not torch.equal(far.pull("t0", torch.tensor([1])), before)
+    assert not module._trace
 
 
 def test_adam_counts_steps_and_not_batches() -> None:
@@ -388,11 +464,14 @@ def test_optimizer_state_of_another_kind_is_refused_and_changes_nothing() -> Non
     incomplete = {**optimizer.state_dict(), "state": {}}
     with pytest.raises(ValueError, match=r"must be of \['t0.sum', 't1.sum'\], not of \[\]"):
         optimizer.load_state_dict(incomplete)
-    wrong = optimizer.state_dict()
-    wrong["state"] = {0: {**wrong["state"][0], "t0.sum": torch.ones(3, 4)}}
-    with pytest.raises(ValueError, match=r"'t0.sum' must be \[9, 4\], not \[3, 4\]"):
-        optimizer.load_state_dict(wrong)
+    other = SparseRowWiseAdagrad([collection()], lr=7.0, eps=0.5)  # whose hyperparameters have the same names
+    with pytest.raises(ValueError, match=r"'t0.sum' must be \[9, 4\], not \[9, 1\]"):
+        optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="of 2 modules, not of 1"):
+        optimizer.load_state_dict(SparseAdagrad([collection(), collection()], lr=7.0).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.01
     assert module.store is not None
+    assert module.store.optimizer("t0") == AdaGrad(0.01)
     assert not module.store.read("t1", torch.tensor([1]))[1]["sum"].any()
 
 

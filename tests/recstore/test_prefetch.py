@@ -173,6 +173,35 @@ def test_a_copy_of_the_batch_is_the_same_batch() -> None:
     assert handle.reread_rows == 0
 
 
+def test_bags_of_the_same_ids_are_another_batch() -> None:
+    ahead = RecStoreEmbeddingBagCollection([config("t0", 6, 4, ["a"])])
+
+    def of_strides(inverse: list[int]) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            ["a"],
+            torch.tensor([1, 2, 3, 4]),
+            lengths=torch.tensor([2, 2]),
+            stride_per_key_per_rank=[[2]],
+            inverse_indices=(["a"], torch.tensor([inverse])),
+        )
+
+    ahead.set_fused_prefetch_handle(ahead.issue_fused_prefetch(of_strides([0, 1, 0])))
+    with pytest.raises(RuntimeError, match="issued for another batch"):
+        ahead(of_strides([1, 0, 0]))
+
+
+def test_a_batch_of_inference_mode_changed_in_place_is_another_batch() -> None:
+    ahead = collection(MemoryStore())
+    with torch.inference_mode():
+        batch = keyed([[[1]], [[2]], [[3]]], FEATURES)
+        ahead.set_fused_prefetch_handle(ahead.issue_fused_prefetch(batch))
+        ahead(batch)
+        ahead.set_fused_prefetch_handle(ahead.issue_fused_prefetch(batch))
+        batch.values()[0] = 5
+        with pytest.raises(RuntimeError, match="changed in place"):
+            ahead(batch)
+
+
 def test_a_handle_of_another_module_is_refused() -> None:
     ahead, other = collection(MemoryStore()), collection(MemoryStore())
     handle = ahead.issue_fused_prefetch(keyed([[[1]], [[2]], [[3]]], FEATURES))

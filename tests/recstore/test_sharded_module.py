@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ from tests.recstore.sharded_cases import (
 )
 from tests.support.workers import run_on
 from torchrec_ext.recstore import (
+    DistEmbedding,
     RecStoreEmbeddingBagCollection,
     RecStoreEmbeddingBagCollectionSharder,
     SparseAdagrad,
+    SparseSGD,
 )
 from torchrec_ext.store import CounterFilter, FileStore, MemoryStore, SharedMemoryStore, Store
 from torchrec_ext.store.flight.remote import RemoteStore
@@ -468,6 +471,30 @@ def refused() -> None:
         DistributedModelParallel(
             torch.nn.ModuleDict({"rec": tiny}), device=torch.device("cpu"), sharders=[sharder]
         )
+
+
+def unsharded() -> list[list[str]]:
+    """What is said of rows that each rank would train alone."""
+    parts = {"rec": collection(device=None), "over": torch.nn.Linear(2, 2)}
+    forgotten = DistributedModelParallel(torch.nn.ModuleDict(parts), device=torch.device("cpu"))
+    said = []
+    for module in (
+        forgotten.module["rec"],
+        DistEmbedding(4, 4, "words"),
+        build(Case(fused=False)).module.rec,
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            SparseSGD([module])
+        said.append([str(warning.message) for warning in caught])
+    return said
+
+
+def test_ranks_that_train_their_own_rows_of_an_unsharded_collection_are_warned() -> None:
+    (of_collection,), (of_embedding,), of_sharded = run_on(2, unsharded)[0]
+    assert "each of the 2 ranks trains its own rows of tables ['t0', 't1', 't2', 't3']" in of_collection
+    assert "tables ['words']" in of_embedding
+    assert not of_sharded
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:

@@ -181,6 +181,24 @@ def misuse() -> None:
     rec(second).wait()  # and the next pass goes on without
 
 
+def other_weights() -> None:
+    """They are sent with the ids, when the handle is issued."""
+    rec = build(Case(weighted=True)).module.rec
+    features = batch(0, dist.get_rank(), weighted=True)
+    others = KeyedJaggedTensor(
+        features.keys(), features.values(), weights=features.weights() * 2, lengths=features.lengths()
+    )
+    rec.set_fused_prefetch_handle(rec.issue_fused_prefetch(features))
+    with pytest.raises(RuntimeError, match="issued for another batch"):
+        rec(others)
+    rec.set_fused_prefetch_handle(rec.issue_fused_prefetch(features))
+    rec(features).wait()
+
+
+def test_a_handle_is_for_the_weights_that_were_sent() -> None:
+    run_on(2, other_weights)
+
+
 def reread() -> list[int | None]:
     """Rows that one step changes are read again for the next batch."""
     rec = build(Case(), store=far).module.rec

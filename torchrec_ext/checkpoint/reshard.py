@@ -26,7 +26,9 @@ from torchrec_ext.checkpoint.saved_tensors import AllBut, SavedTensors
 from torchrec_ext.checkpoint.zch_entries import TableEntries, faults, find_entries
 from torchrec_ext.checkpoint.zch_moves import Moves, plan_moves
 from torchrec_ext.errors import CheckpointError, UnsupportedTableError
+from torchrec_ext.ranks import gather, on_every_rank
 from torchrec_ext.zch import NO_ID, ZchTable, find_zch_tables, internals
+from torchrec_ext.zch.discovery import why_rows_are_not_unique
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +74,17 @@ def reshard_zch(
     if (checkpoint_id is None) == (storage_reader is None):
         raise ValueError("give either checkpoint_id or storage_reader")
     reader = storage_reader or FileSystemReader(os.fspath(checkpoint_id or ""))
-    tables = _tables(state_dict, model, dist.get_world_size(process_group))
+    group = process_group or dist.group.WORLD
+    tables = _tables(state_dict, model, dist.get_world_size(group))
     live = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in state_dict.items()}
     plan = _Plan(live, find_entries(tables, live), reader)
-    report = plan.report(_together(process_group, plan.make))
-    load(state_dict, storage_reader=reader, planner=AllBut(plan.keys), process_group=process_group)
+    report = plan.report(gather(group, _together(group, plan.make)))
+    load(state_dict, storage_reader=reader, planner=AllBut(plan.keys), process_group=group)
     try:
-        _together(process_group, plan.carry_out)
+        _together(group, plan.carry_out)
     except CheckpointError as error:
         raise CheckpointError(f"the model is loaded in part only, do not use it: {error}") from error
-    if dist.get_rank(process_group) == 0:
+    if dist.get_rank(group) == 0:
         log_report(report, logger)
     return report
 
@@ -205,41 +208,27 @@ def _tables(state_dict: Mapping[str, Any], model: nn.Module | None, num_ranks: i
 
 def _why_not(table: ZchTable, num_ranks: int) -> str | None:
     """Why a table cannot be re-sharded; None if it can."""
-    tbe, _ = internals.table_batched_embedding(table.module, table.name)
-    _, num_shards, replicated = internals.shard_env(table.module)
-    hash_sizes = internals.routing_hash_sizes(table.module, table.name)
-    if not internals.can_reset_rows(tbe):
-        return "a dense compute kernel cannot evict; shard it with compute_kernel='fused'"
-    if replicated:
-        return "2D parallel replicas are not supported; use DistributedModelParallel"
+    if (reason := why_rows_are_not_unique(table.module, table.name)) is not None:
+        return reason
+    _, num_shards, _ = internals.shard_env(table.module)
     if num_shards != num_ranks:
         return f"it is sharded over {num_shards} ranks, process_group has {num_ranks}"
-    if len(set(hash_sizes.values())) > 1:
-        return (
-            f"TorchRec routes its features by different hash sizes ({hash_sizes}), so one id can live on two "
-            "shards; give tables that share a feature the same input_hash_size"
-        )
     return None
 
 
-def _together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
-    """Does something on every rank and returns what each returned.
+def _together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+    """Does something on every rank.
 
     Raises:
-        CheckpointError: it failed on a rank; every rank raises the same.
+        CheckpointError: it failed on a rank; every rank raises it.
     """
-    outcome: T | None = None
-    error: Exception | None = None
-    try:
-        outcome = work()
-    except Exception as caught:
-        error = caught
-    text = None
-    if error is not None:
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, (text, outcome), group=group)
-    failures = dict.fromkeys(text for text, _ in outcomes if text is not None)
-    if failures:
-        raise CheckpointError("; ".join(failures)) from error
-    return [outcome for _, outcome in outcomes]
+
+    def checked() -> T:
+        try:
+            return work()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+    return on_every_rank(group, checked)

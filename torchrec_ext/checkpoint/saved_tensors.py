@@ -34,7 +34,7 @@ class SavedTensors:
         reader: DCP's reader of the checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, or some of its files are missing or too short.
+        CheckpointError: there is no checkpoint, or some of its files are missing, damaged or too short.
     """
 
     def __init__(self, reader: StorageReader) -> None:
@@ -43,6 +43,8 @@ class SavedTensors:
             self.metadata: Metadata = reader.read_metadata()
         except FileNotFoundError as error:
             raise CheckpointError(f"no checkpoint: {error}") from error
+        except Exception as error:  # unpickling damaged bytes fails in any way
+            raise _damaged("the checkpoint's metadata", error) from error
         _check_files(reader, self.metadata)
 
     def __contains__(self, key: str) -> bool:
@@ -76,6 +78,9 @@ class SavedTensors:
 
         Returns:
             A new tensor on the CPU, ``[stop - start, ...]``, in the dtype it was saved in.
+
+        Raises:
+            CheckpointError: these rows are not there, or damaged.
         """
         saved = self[key]
         wanted = ChunkStorageMetadata(
@@ -88,7 +93,10 @@ class SavedTensors:
             raise CheckpointError(f"{key!r}: rows {start} to {stop - 1} were not saved, or twice")
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         plan = self._reader.prepare_local_plan(LoadPlan(items))
-        self._reader.read_data(plan, _Into(target)).wait()
+        try:
+            self._reader.read_data(plan, _Into(target)).wait()
+        except Exception as error:
+            raise _damaged(repr(key), error) from error
         return target
 
 
@@ -120,6 +128,13 @@ class _Into(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """See ``DefaultLoadPlanner.lookup_tensor``."""
         return self._target
+
+
+def _damaged(what: str, error: Exception) -> CheckpointError:
+    # What torch says of damaged bytes advises to load them unsafely; it is in the error's cause.
+    return CheckpointError(
+        f"{what} cannot be read ({type(error).__name__}): the checkpoint is damaged, load another one"
+    )
 
 
 def _check_files(reader: StorageReader, metadata: Metadata) -> None:

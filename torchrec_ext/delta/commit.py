@@ -25,8 +25,9 @@ from torchrec_ext.delta.manifest import (
     RankStats,
     TableInfo,
 )
-from torchrec_ext.delta.ranks import gather, leave
+from torchrec_ext.delta.ranks import leave
 from torchrec_ext.errors import DeltaDumpError
+from torchrec_ext.ranks import gather
 
 logger = logging.getLogger(__name__)
 

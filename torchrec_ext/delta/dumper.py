@@ -197,8 +197,8 @@ class DeltaDumper:
         """Takes note that rows were written by other means than training.
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
-        A store's own methods tell of what they write; what is written to its weights directly, as
-        ``load_state_dict`` does, may be told to ``LocalStore.touch`` as well.
+        Neither ``load_state_dict`` of a whole model nor a store's own methods need it; what is written
+        to a store's weights directly may be told to ``LocalStore.touch`` as well.
 
         Args:
             table: the table's FQN.

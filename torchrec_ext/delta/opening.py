@@ -15,9 +15,9 @@ from torch import nn
 
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest, TableInfo
-from torchrec_ext.delta.ranks import gather, on_every_rank
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
+from torchrec_ext.ranks import gather, on_every_rank
 from torchrec_ext.zch import has_unsharded_zch
 
 logger = logging.getLogger(__name__)

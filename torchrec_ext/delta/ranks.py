@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from torchrec_ext.delta.tracked import TrackedTable
-from torchrec_ext.errors import DeltaLogError
-
-T = TypeVar("T")
-
-
-# What another rank's error may be raised as; anything else is a RuntimeError that names it.
-_RAISED: tuple[type[Exception], ...] = (ValueError, DeltaLogError, OSError, *OSError.__subclasses__())
-_KINDS = {kind.__name__: kind for kind in _RAISED}
 
 
 def private_group(
@@ -41,35 +32,6 @@ def private_group(
                 f"{table.fqn} is sharded over {table.routing.num_shards} ranks, the job has {len(ranks)}"
             )
     return dist.new_group(ranks, backend="gloo")
-
-
-def on_every_rank(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
-    """Does something on every rank; if it fails on one, it raises on all of them."""
-    result: list[T] = []
-    error: Exception | None = None
-    try:
-        result.append(work())
-    except Exception as caught:
-        error = caught
-    failures = gather(group, None if error is None else (type(error).__name__, str(error)))
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            name, text = failure
-            if name in _KINDS:
-                raise _KINDS[name](f"rank {rank}: {text}")
-            raise RuntimeError(f"rank {rank}: {name}: {text}")
-    return result[0]
-
-
-def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Every rank's value, by rank."""
-    if group is None:
-        return [value]
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def meet(group: dist.ProcessGroup | None) -> None:

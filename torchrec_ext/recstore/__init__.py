@@ -9,7 +9,7 @@ from torchrec_ext.recstore.optimizers import SparseAdagrad, SparseAdam, SparseRo
 from torchrec_ext.recstore.prefetch import PrefetchHandle, prefetched
 from torchrec_ext.recstore.sharding.collection import ShardedRecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.sharding.sharder import RecStoreEmbeddingBagCollectionSharder
-from torchrec_ext.recstore.traced import TracedModule
+from torchrec_ext.recstore.trace import TracedModule
 
 __all__ = [
     "DistEmbedding",

@@ -93,7 +93,8 @@ def split_batch(features: KeyedJaggedTensor, layout: Layout, *, is_weighted: boo
 def _scale(group: Group, lengths: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor | None:
     """See ``GroupBatch.scale``; lengths ``[num_features, batch_size]``."""
     if weights is not None:
-        weights = weights.float()
+        # A copy: the optimizer's step needs them when others may have put new ones there.
+        weights = weights.to(torch.float32, copy=True)
     if not any(feature.mean for feature in group.features):
         return weights
     per_bag = lengths.clamp(min=1).float().reciprocal_()

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
 from torchrec_ext.recstore.dist_tensor import DistTensor, InitFunc
 from torchrec_ext.recstore.lookups import KeyedLookup, one_each
 from torchrec_ext.recstore.table_modules import load_weight
-from torchrec_ext.recstore.trace import Trace, sum_by_id
-from torchrec_ext.recstore.traced import TracedModule
-from torchrec_ext.recstore.whole_tables import read_table
+from torchrec_ext.recstore.trace import Trace, TracedModule, sum_by_id
+from torchrec_ext.recstore.whole_tables import (
+    load_optimizer_state,
+    optimizer_state,
+    read_table,
+    warn_of_replicas,
+)
 from torchrec_ext.store import Store, StoreOptimizer, Uniform
 
 
@@ -84,18 +87,20 @@ class DistEmbedding(nn.Module, TracedModule):
 
     def use_optimizer(self, optimizer: StoreOptimizer) -> None:
         """See ``TracedModule``."""
+        warn_of_replicas(self._tensor.store, [self._tensor.name])
         self._tensor.store.set_optimizer([self._tensor.name], optimizer)
 
     def apply_trace(self, *, lr: float, step: int) -> None:
         """See ``TracedModule``."""
-        triples = [triple for entry in self._trace.take() for triple in entry.lookup.triples(entry.grad)]
-        ids, grads = sum_by_id(
-            torch.cat([ids for _, ids, _ in triples]), torch.cat([grads for _, _, grads in triples])
-        )
         store, name = self._tensor.store, self._tensor.name
-        rows, slots = store.read(name, ids)
-        store.optimizer(name).apply_(rows, slots, grads, lr=lr, step=step)
-        store.write(name, ids, rows, slots)
+        with self._trace.applied() as entries:
+            triples = [triple for entry in entries for triple in entry.lookup.triples(entry.grad)]
+            ids, grads = sum_by_id(
+                torch.cat([ids for _, ids, _ in triples]), torch.cat([grads for _, _, grads in triples])
+            )
+            rows, slots = store.read(name, ids)
+            store.optimizer(name).apply_(rows, slots, grads, lr=lr, step=step)
+            store.write(name, ids, rows, slots)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """See ``TracedModule``."""
@@ -119,7 +124,8 @@ class _LookedUp(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, module: DistEmbedding, batch: int
     ) -> torch.Tensor:
-        ctx.ids, ctx.module, ctx.batch = ids.reshape(-1).long(), module, batch
+        # A copy: the optimizer's step needs them when others may have put new ones there.
+        ctx.ids, ctx.module, ctx.batch = ids.reshape(-1).to(torch.int64, copy=True), module, batch
         return module.weight[ids]
 
     @staticmethod

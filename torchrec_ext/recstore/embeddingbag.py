@@ -15,20 +15,25 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_ext.recstore.batch import GroupBatch, split_batch
 from torchrec_ext.recstore.configs import ConfigLike, checked_configs, store_tables
-from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
 from torchrec_ext.recstore.fused_ids import FusedIds
 from torchrec_ext.recstore.fused_optimizer import OptimizedTable, StoreFusedOptimizer
-from torchrec_ext.recstore.initial import draw_like_embedding_bags
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Pooling, pool_flat, pool_rows, wants_scale_gradient
 from torchrec_ext.recstore.prefetch import PrefetchHandle
 from torchrec_ext.recstore.reads import BatchRead
 from torchrec_ext.recstore.table_modules import DenseRows, DynamicRows
-from torchrec_ext.recstore.trace import Trace
-from torchrec_ext.recstore.traced import TracedModule
+from torchrec_ext.recstore.trace import Trace, TracedModule
 from torchrec_ext.recstore.updates import apply_entries
-from torchrec_ext.recstore.whole_tables import create_tables, device_of, write_rows
+from torchrec_ext.recstore.whole_tables import (
+    create_tables,
+    device_of,
+    draw_like_embedding_bags,
+    load_optimizer_state,
+    optimizer_state,
+    warn_of_replicas,
+    write_rows,
+)
 from torchrec_ext.store import (
     SGD,
     DenseTable,
@@ -283,11 +288,14 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
 
     def use_optimizer(self, optimizer: StoreOptimizer) -> None:
         """See ``TracedModule``."""
-        self._require_store().set_optimizer(list(self._tables), optimizer)
+        store = self._require_store()
+        warn_of_replicas(store, list(self._tables))
+        store.set_optimizer(list(self._tables), optimizer)
 
     def apply_trace(self, *, lr: float, step: int) -> None:
         """See ``TracedModule``."""
-        apply_entries(self._require_store(), self._trace.take(), lr=lr, step=step)
+        with self._trace.applied() as entries:
+            apply_entries(self._require_store(), entries, lr=lr, step=step)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """See ``TracedModule``."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrec_ext.recstore.traced import TracedModule
+from torchrec_ext.recstore.trace import TracedModule
 from torchrec_ext.store import SGD, AdaGrad, Adam, RowWiseAdaGrad, StoreOptimizer
 
 
@@ -71,7 +71,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Applies the gradients of all traces, and clears them.
 
         A module without gradients since the last step is left out, as ``torch.optim`` leaves out
-        parameters without; its step number does not count on.
+        parameters without; its step number does not count on. Gradients whose update the store refused
+        stay for another try, or for ``zero_grad``.
 
         Args:
             closure: computes the loss anew, gradients included.
@@ -90,8 +91,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             if formula != self._in_use[number]:  # a scheduler or a user changed a hyperparameter
                 module.use_optimizer(formula)
                 self._in_use[number] = formula
-            group["step"] += 1
-            module.apply_trace(lr=float(group["lr"]), step=group["step"])
+            step = group["step"] + 1
+            module.apply_trace(lr=float(group["lr"]), step=step)
+            group["step"] = step
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -120,16 +122,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other modules or another optimizer.
         """
-        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self._modules):
+            raise ValueError(f"the state is of {len(groups)} modules, not of {len(self._modules)}")
+        for ours, theirs in zip(self.param_groups, groups, strict=True):
             if set(ours) - {"initial_lr"} != set(theirs) - {"initial_lr"}:  # a scheduler's
                 raise ValueError(
                     f"the state of an optimizer with {sorted(theirs)} is not one of {type(self).__name__}"
                 )
-        super().load_state_dict({**state_dict, "state": {}})
-        for number, (module, group) in enumerate(zip(self._modules, self.param_groups, strict=True)):
-            self._in_use[number] = self._formula(group)
-            module.use_optimizer(self._in_use[number])
+        for number, (module, formula) in enumerate(zip(self._modules, self._in_use, strict=True)):
+            module.use_optimizer(formula)  # another may have come since
             module.load_optimizer_state(state_dict["state"].get(number, {}))
+        super().load_state_dict({**state_dict, "state": {}})
+        self._in_use = [self._formula(group) for group in self.param_groups]
+        for module, formula in zip(self._modules, self._in_use, strict=True):
+            module.use_optimizer(formula)
 
 
 class SparseSGD(SparseOptimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -43,12 +44,15 @@ class PrefetchHandle(Generic[ReadT]):
         owner: the module that looks up.
         features: the batch.
         read: reads its rows.
+        with_weights: whether the batch's weights are in use already.
     """
 
-    def __init__(self, owner: object, features: KeyedJaggedTensor, read: ReadT) -> None:
+    def __init__(
+        self, owner: object, features: KeyedJaggedTensor, read: ReadT, *, with_weights: bool = False
+    ) -> None:
         self.reread_rows: int | None = None
-        self._owner = id(owner)
-        self._of = _Identity(features)
+        self._owner = weakref.ref(owner)
+        self._of = _Identity(features, with_weights=with_weights)
         self._state = "not used"
         self._read: ReadT | None = read
         # The task refers to the read and not to the handle, so that a handle nobody has is released.
@@ -60,7 +64,7 @@ class PrefetchHandle(Generic[ReadT]):
         Raises:
             RuntimeError: it was used or released before, or is another module's.
         """
-        if self._owner != id(module):
+        if self._owner() is not module:
             raise RuntimeError("a prefetch handle is for the module that issued it")
         if self._done is None:
             raise RuntimeError(f"a prefetch handle is for one forward pass; this one was {self._state}")
@@ -176,25 +180,40 @@ def _prefetched(
 
 
 class _Identity:
-    """Tells whether a batch has the ids of another one, without a copy of them."""
+    """Tells whether a batch has the bags of another one, without a copy of them."""
 
-    def __init__(self, features: KeyedJaggedTensor) -> None:
-        self._keys = list(features.keys())
-        self._tensors = [features.values(), features.lengths()]
-        self._versions = [_version(tensor) for tensor in self._tensors]
+    def __init__(self, features: KeyedJaggedTensor, *, with_weights: bool) -> None:
+        self._with_weights = with_weights
+        self._shape = _shape(features)
+        # Inference tensors do not count their changes.
+        self._tensors = [
+            tensor.clone() if tensor.is_inference() else tensor for tensor in self._tensors_of(features)
+        ]
+        self._versions = self._versions_now()
 
     def matches(self, features: KeyedJaggedTensor) -> bool:
-        if self._versions != [_version(tensor) for tensor in self._tensors]:
+        if self._versions != self._versions_now() or self._shape != _shape(features):
             return False
-        return self._keys == list(features.keys()) and all(
+        theirs_of = self._tensors_of(features)
+        return len(theirs_of) == len(self._tensors) and all(
             mine is theirs or (mine.dtype == theirs.dtype and torch.equal(mine, theirs))
-            for mine, theirs in zip(self._tensors, [features.values(), features.lengths()], strict=True)
+            for mine, theirs in zip(self._tensors, theirs_of, strict=True)
         )
 
+    def _tensors_of(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
+        inverse = features.inverse_indices_or_none()
+        weights = features.weights_or_none() if self._with_weights else None
+        tensors = [features.values(), features.lengths(), None if inverse is None else inverse[1], weights]
+        return [tensor for tensor in tensors if tensor is not None]
 
-def _version(tensor: torch.Tensor) -> int:
-    """Torch's count of changes to a tensor; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    def _versions_now(self) -> list[int]:
+        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+
+def _shape(features: KeyedJaggedTensor) -> tuple[list[str], list[int], list[str] | None]:
+    """The features, how many bags each has, and those that the inverse indices are of."""
+    inverse = features.inverse_indices_or_none()
+    return list(features.keys()), features.stride_per_key(), None if inverse is None else list(inverse[0])
 
 
 @cache

@@ -116,7 +116,7 @@ class DynamicRows(nn.Module):
         snapshot = self._store.snapshot(self._names)
         destination[f"{prefix}step"] = torch.tensor(snapshot.step)
         for name in self._names:
-            for key, tensor in _tensors_of(snapshot.tables[name]).items():
+            for key, tensor in tensors_of(snapshot.tables[name]).items():
                 destination[f"{prefix}{name}.{key}"] = tensor
 
     def _load_from_state_dict(
@@ -137,11 +137,11 @@ class DynamicRows(nn.Module):
             loaded = {}
             absent = []
             for name in self._names:
-                fields = _tensors_of(now.tables[name])
+                fields = tensors_of(now.tables[name])
                 part = {key: tensors.pop(f"{prefix}{name}.{key}", None) for key in fields}
                 absent += [f"{prefix}{name}.{key}" for key, tensor in part.items() if tensor is None]
                 if not absent:
-                    loaded[name] = _with_tensors(now.tables[name], part)
+                    loaded[name] = with_tensors(now.tables[name], part)
             step = int(tensors.pop(f"{prefix}step", now.step))
             # A table without some of what belongs to its keys would be another one.
             if absent:
@@ -151,18 +151,21 @@ class DynamicRows(nn.Module):
         unexpected_keys += list(tensors) if strict else []
 
 
-_FIELDS = ("keys", "weight", "frequencies", "last_used", "candidates", "candidate_counts")
+OF_KEYS = ("keys", "weight", "frequencies", "last_used")
+OF_CANDIDATES = ("candidates", "candidate_counts")
 
 
-def _tensors_of(table: TableSnapshot) -> dict[str, torch.Tensor]:
-    tensors = {name: getattr(table, name) for name in _FIELDS}
+def tensors_of(table: TableSnapshot) -> dict[str, torch.Tensor]:
+    """A dynamic table's tensors by their names in a ``state_dict``."""
+    tensors = {name: getattr(table, name) for name in (*OF_KEYS, *OF_CANDIDATES)}
     return {**tensors, **{f"slots.{name}": values for name, values in table.slots.items()}}
 
 
-def _with_tensors(table: TableSnapshot, tensors: Mapping[str, Any]) -> TableSnapshot:
+def with_tensors(table: TableSnapshot, tensors: Mapping[str, Any]) -> TableSnapshot:
+    """The table with what ``tensors_of`` gives instead of its own."""
     return replace(
         table,
-        **{name: tensors[name] for name in _FIELDS},
+        **{name: tensors[name] for name in (*OF_KEYS, *OF_CANDIDATES)},
         slots={name: tensors[f"slots.{name}"] for name in table.slots},
         versions=torch.zeros_like(tensors["keys"]),
     )

@@ -1,16 +1,19 @@
-"""What a module's backward passes leave for its optimizer."""
+"""What a module's backward passes leave for its optimizer, and how that asks for it."""
 
 from __future__ import annotations
 
+import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from torchrec_ext.recstore.gradient import SpareBuffers, is_sole_reference
 from torchrec_ext.recstore.lookups import KeyedLookup, Lookup, Triple, one_each
+from torchrec_ext.store import StoreOptimizer
 
 # Backward passes through the same tables that may wait before they are added up: so memory is bounded
 # by the rows that have a gradient, as it is for a dense parameter, however many passes there are.
@@ -24,26 +27,12 @@ class TraceEntry:
     Attributes:
         lookup: what was looked up.
         grad: the gradient of what was pooled, ``[batch_size, num_features * dim]``.
-        grad_version: torch's count of changes to ``grad``.
-        buffer: the spare buffer that ``grad`` is in, if any.
+        buffer: the memory that ``grad`` is in, if it is to be used again.
     """
 
     lookup: Lookup
     grad: torch.Tensor
-    grad_version: int
     buffer: torch.Tensor | None = None
-
-    def check(self) -> None:
-        """Checks that nobody changed the gradient.
-
-        Raises:
-            RuntimeError: somebody did.
-        """
-        if self.grad._version != self.grad_version:
-            raise RuntimeError(
-                f"the gradient of tables {list(self.lookup.tables)} was changed in place between its "
-                "backward pass and the optimizer's step; change a copy"
-            )
 
 
 class Trace:
@@ -54,7 +43,7 @@ class Trace:
     what was pooled.
 
     All backward passes since the last step add up. That more than ``accumulation_steps`` batches do is
-    taken for a step that was forgotten, and warned of once.
+    taken for a step that was forgotten, and warned of once. Any thread may run a backward pass.
 
     Attributes:
         accumulation_steps: how many batches may add up.
@@ -64,7 +53,8 @@ class Trace:
         self._owner = owner
         self._entries: list[TraceEntry] = []
         self._entries_of: Counter[tuple[str, ...]] = Counter()
-        self._spare = SpareBuffers()
+        self._spare: list[torch.Tensor] = []
+        self._lock = threading.RLock()
         self._batch = 0
         self._batches: set[int] = set()
         self._warned = False
@@ -72,7 +62,6 @@ class Trace:
 
     def __iter__(self) -> Iterator[Triple]:
         for entry in self._entries:
-            entry.check()
             yield from entry.lookup.triples(entry.grad)
 
     def __len__(self) -> int:
@@ -84,7 +73,30 @@ class Trace:
         return self._batch
 
     def record(self, lookup: Lookup, grad: torch.Tensor, batch: int) -> None:
-        """Takes the gradient of a lookup of batch number ``batch``."""
+        """Takes a copy of the gradient of a lookup of batch number ``batch``."""
+        with self._lock:
+            self._note(batch)
+            # Not the gradient itself: hooks and other tensors may hold it too, and change it.
+            kept, buffer = self._copy(grad)
+            self._entries.append(TraceEntry(lookup, kept, buffer))
+            self._entries_of[lookup.tables] += 1
+            if self._entries_of[lookup.tables] > _MAX_ENTRIES:
+                self._replace_entries(self._added_up())
+
+    @contextmanager
+    def applied(self) -> Iterator[list[TraceEntry]]:
+        """Gives the entries, and forgets them when the block ends without an error."""
+        with self._lock:
+            yield self._entries
+            self.clear()
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        with self._lock:
+            self._replace_entries([])
+            self._batches.clear()
+
+    def _note(self, batch: int) -> None:
         if not self._warned:
             self._batches.add(batch)
             if len(self._batches) > self.accumulation_steps:
@@ -96,31 +108,24 @@ class Trace:
                     "the optimizer accumulation_steps=<batches per step>.",
                     stacklevel=2,
                 )
-        buffer = None
-        if not is_sole_reference(grad):
-            grad, buffer = self._spare.copy(grad)
-        self._entries.append(TraceEntry(lookup, grad, grad._version, buffer))
-        self._entries_of[lookup.tables] += 1
-        if self._entries_of[lookup.tables] > _MAX_ENTRIES:
-            self._replace_entries(self._added_up())
 
-    def take(self) -> list[TraceEntry]:
-        """The entries, which are not in the trace any more; good until the next ``record``."""
-        entries = self._entries
-        self.clear()
-        for entry in entries:
-            entry.check()
-        return entries
-
-    def clear(self) -> None:
-        """Forgets all gradients."""
-        self._replace_entries([])
-        self._batches.clear()
+    def _copy(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy, and the memory it is in: some used before, as fresh pages cost more than the copy."""
+        fits = (
+            number
+            for number, buffer in enumerate(self._spare)
+            if buffer.numel() >= grad.numel() and (buffer.dtype, buffer.device) == (grad.dtype, grad.device)
+        )
+        found = next(fits, None)
+        if found is None:
+            self._spare.clear()  # all too small by now
+            buffer = torch.empty(grad.numel(), dtype=grad.dtype, device=grad.device)
+        else:
+            buffer = self._spare.pop(found)
+        return buffer[: grad.numel()].view(grad.shape).copy_(grad), buffer
 
     def _replace_entries(self, entries: list[TraceEntry]) -> None:
-        for entry in self._entries:
-            if entry.buffer is not None:
-                self._spare.give_back(entry.buffer)
+        self._spare += [entry.buffer for entry in self._entries if entry.buffer is not None]
         self._entries = entries
         self._entries_of.clear()
 
@@ -135,8 +140,47 @@ class Trace:
             keys, grads = sum_by_id(torch.cat(ids_of.pop(table)), torch.cat(grads_of.pop(table)))
             bags = one_each(torch.arange(len(keys), device=keys.device))
             lookup = KeyedLookup(bags, grads.shape[1], (table,), (keys,))
-            entries.append(TraceEntry(lookup, grads, grads._version))
+            entries.append(TraceEntry(lookup, grads))
         return entries
+
+
+class TracedModule(ABC):
+    """A module whose backward pass leaves a trace of gradients, which an optimizer consumes.
+
+    Attributes:
+        lr: the learning rate for optimizers that bring none.
+    """
+
+    lr: float
+    _trace: Trace
+
+    @abstractmethod
+    def use_optimizer(self, optimizer: StoreOptimizer) -> None:
+        """Has the tables keep state for an optimizer; state of the same kind stays."""
+
+    @abstractmethod
+    def apply_trace(self, *, lr: float, step: int) -> None:
+        """Updates the rows with the trace's gradients, and clears it.
+
+        Args:
+            lr: the learning rate.
+            step: the update's number, from 1.
+        """
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """State of dense tables that is saved with the optimizer, by ``<table>.<slot>``.
+
+        That of dynamic tables is saved with the module, because it belongs to their keys.
+        """
+
+    @abstractmethod
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes ``optimizer_state``'s tensors back.
+
+        Raises:
+            ValueError: some are missing, or of another shape.
+        """
 
 
 def sum_by_id(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,18 +1,23 @@
-"""Whole tables of a store: made, read, written, a piece at a time where they are far away."""
+"""Whole dense tables of a store: made, read, written, a piece at a time where they are far away."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from torchrec_ext.store import DenseTable, LocalStore, Store, StoreOptimizer, Table
+from torchrec_ext.store import DenseTable, LocalStore, MemoryStore, Store, StoreOptimizer, Table
 
 # Rows that go to or come from a store in one call.
 ROWS_PER_CALL = 1 << 16
+
+# A multiple of 16: torch draws normal values in blocks of that.
+_DRAWN_AT_ONCE = 1 << 20
 
 
 def create_tables(
@@ -56,6 +61,21 @@ def create_tables(
                 init_fns[table.name](rows)
             write_rows(store, table, rows)
     return wanted
+
+
+def draw_like_embedding_bags(tables: Sequence[DenseTable], device: torch.device) -> None:
+    """Takes as many random numbers as making the tables' ``nn.EmbeddingBag`` does.
+
+    It draws normal values for its weight, which the configuration's ``init_fn`` overwrites. Drawing them
+    here too makes this module's rows, and whatever is initialised after it, those of a model with an
+    ``EmbeddingBagCollection`` instead.
+    """
+    for table in tables:
+        left = table.num_rows * table.dim
+        scratch = torch.empty(min(left, 2 * _DRAWN_AT_ONCE), device=device)
+        while left:
+            piece = scratch[: left if left <= len(scratch) else _DRAWN_AT_ONCE].normal_()
+            left -= len(piece)
 
 
 def read_table(store: Store, table: DenseTable) -> torch.Tensor:
@@ -112,6 +132,48 @@ def write_rows(
             keys,
             None if rows is None else rows[piece].to(keys.device, torch.float32, copy=True),
             {name: part[piece].to(keys.device, torch.float32, copy=True) for name, part in slots.items()},
+        )
+
+
+def optimizer_state(store: Store, tables: Sequence[DenseTable]) -> dict[str, torch.Tensor]:
+    """State by ``<table>.<slot>``, ``[num_rows, 1 or dim]``; of a local store views."""
+    return {
+        f"{table.name}.{slot}": values
+        for table in tables
+        for slot, values in read_slots(store, table).items()
+    }
+
+
+def load_optimizer_state(
+    store: Store, tables: Sequence[DenseTable], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Takes what ``optimizer_state`` gave.
+
+    Raises:
+        ValueError: it is the state of other tables or another optimizer; nothing was changed.
+    """
+    expected = {
+        f"{table.name}.{slot.name}": (table, slot.name, [table.num_rows, slot.columns(table.dim)])
+        for table in tables
+        for slot in store.optimizer(table.name).slots
+    }
+    if set(state) != set(expected):
+        raise ValueError(f"optimizer state must be of {sorted(expected)}, not of {sorted(state)}")
+    for key, (_, _, shape) in expected.items():
+        if list(state[key].shape) != shape:
+            raise ValueError(f"optimizer state {key!r} must be {shape}, not {list(state[key].shape)}")
+    for key, (table, slot_name, _) in expected.items():
+        write_rows(store, table, slots={slot_name: state[key].detach()})
+
+
+def warn_of_replicas(store: Store, tables: Sequence[str]) -> None:
+    """Warns if each rank would train its own copy of tables that are meant to be one model's."""
+    if isinstance(store, MemoryStore) and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        warnings.warn(
+            f"each of the {ranks} ranks trains its own rows of tables {list(tables)}, which drift apart: "
+            "shard the collection (DistributedModelParallel needs a RecStoreEmbeddingBagCollectionSharder), "
+            "or give all ranks one SharedMemoryStore or RemoteStore",
+            stacklevel=3,
         )
 
 

@@ -230,6 +230,9 @@ def _apply(
             ahead = pairs[at + _GRADS_AHEAD] & _PAYLOAD
             if scaled:
                 ahead = np.int64(bag_of[ahead])
+                later = pairs[at + _ROWS_AHEAD] & _PAYLOAD
+                _prefetch(bag_of, later)
+                _prefetch(scale, later)
             for column in range(0, dim, _LINE):
                 _prefetch(per_bag, ahead * dim + column)
             _prefetch(per_bag, ahead * dim + dim - 1)  # where rows do not begin with a line

@@ -64,8 +64,7 @@ class RowGroup:
         }
         self.optimizer = optimizer
         self.slots_version = slots_version
-        self.slots: dict[str, torch.Tensor] = {}
-        self._map_slots(create=create)
+        self.slots = self._slots(optimizer, slots_version, create=create)
         # A lookup gives these for keys without a row; an update must not touch them.
         self.default_rows = torch.tensor(
             [self.first_row[name] for name in self.keys], dtype=torch.int64, device=place.device
@@ -177,28 +176,43 @@ class RowGroup:
             versions.masked_fill_(left, -clock)
             versions.index_fill_(0, rows, clock)
 
-    def set_optimizer(self, optimizer: StoreOptimizer) -> None:
-        """Changes the optimizer; state of another kind is replaced by initial state."""
-        if optimizer.keeps_state_of(self.optimizer):
-            self.optimizer = optimizer
-            return
+    def new_slots(self, optimizer: StoreOptimizer) -> dict[str, torch.Tensor]:
+        """Makes the initial state of another optimizer, for ``set_optimizer`` to put in place."""
+        self.drop_new_slots()  # of a process that died
+        return self._slots(optimizer, self.slots_version + 1, create=True)
+
+    def set_optimizer(self, optimizer: StoreOptimizer, slots: dict[str, torch.Tensor] | None) -> None:
+        """Changes the optimizer, and its state to what ``new_slots`` made; None: the state stays."""
         self.optimizer = optimizer
-        self.slots_version += 1
-        self._map_slots(create=True)
+        if slots is not None:
+            self.slots_version += 1
+            self.slots = slots
+
+    def follow(self, content: dict[str, Any]) -> None:
+        """Takes over the optimizer, and its state, that another process gave to the group it describes."""
+        optimizer, slots_version = optimizer_from_json(content["optimizer"]), int(content["slots_version"])
+        if slots_version != self.slots_version:
+            self.slots = self._slots(optimizer, slots_version, create=False)
+        self.optimizer, self.slots_version = optimizer, slots_version
+
+    def drop_new_slots(self) -> None:
+        """Removes what ``new_slots`` made."""
+        self._place.drop(f"{self.name}.slots_{self.slots_version + 1}.")
 
     def drop_old_slots(self) -> None:
-        """Removes the state of an optimizer that was replaced."""
-        if self.slots_version:
-            self._place.drop(f"{self.name}.slots_{self.slots_version - 1}.")
+        """Removes the state of optimizers that were replaced."""
+        for version in range(self.slots_version):
+            self._place.drop(f"{self.name}.slots_{version}.")
 
-    def _map_slots(self, *, create: bool) -> None:
-        self.slots = {}
-        for slot in self.optimizer.slots:
-            name = f"slots_{self.slots_version}.{slot.name}"
+    def _slots(self, optimizer: StoreOptimizer, version: int, *, create: bool) -> dict[str, torch.Tensor]:
+        slots = {}
+        for slot in optimizer.slots:
+            name = f"slots_{version}.{slot.name}"
             array = self._array(name, slot.columns(self.dim), torch.float32, create=create)
-            if create and (value := self.optimizer.initial(slot)) != 0.0:
+            if create and (value := optimizer.initial(slot)) != 0.0:
                 array.fill_(value)
-            self.slots[slot.name] = array
+            slots[slot.name] = array
+        return slots
 
     def _array(self, name: str, columns: int, dtype: torch.dtype, *, create: bool) -> torch.Tensor:
         return self._place.array(f"{self.name}.{name}", (self.num_rows, columns), dtype, create=create)

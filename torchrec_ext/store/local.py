@@ -100,20 +100,26 @@ class LocalStore(Store):
                     raise ValueError(f"the store holds another table of this name: {there}, not {table}")
             if not missing:
                 return []
-            made: list[RowGroup] = []
-            for dim, members in missing.items():
-                name = f"group_{len(self._state.groups) + len(made)}_dim_{dim}"
-                place.drop(f"{name}.")  # of a process that died
-                made.append(RowGroup(place, name, members, optimizer, create=True))
-            group_of = {table: group for group in made for table in group.tables}
-            for table in tables:  # in their order, as they may share a random generator
-                if table.name not in group_of or not isinstance(table, DenseTable):
-                    continue
-                if init_fns and table.name in init_fns:
-                    with torch.no_grad():
-                        init_fns[table.name](group_of[table.name].rows_of(table.name))
-                else:
-                    group_of[table.name].initialize_table(table)
+            first = len(self._state.groups)
+            prefixes = [f"group_{number}_" for number in range(first, first + len(missing))]
+            try:
+                made: list[RowGroup] = []
+                for prefix, (dim, members) in zip(prefixes, missing.items(), strict=True):
+                    place.drop(prefix)  # of a process that died
+                    made.append(RowGroup(place, f"{prefix}dim_{dim}", members, optimizer, create=True))
+                group_of = {table: group for group in made for table in group.tables}
+                for table in tables:  # in their order, as they may share a random generator
+                    if table.name not in group_of or not isinstance(table, DenseTable):
+                        continue
+                    if init_fns and table.name in init_fns:
+                        with torch.no_grad():
+                            init_fns[table.name](group_of[table.name].rows_of(table.name))
+                    else:
+                        group_of[table.name].initialize_table(table)
+            except BaseException:
+                for prefix in prefixes:
+                    place.drop(prefix)
+                raise
             self._state.publish([*self._state.groups, *made])
             return [name for group in made for name in group.tables]
 
@@ -135,9 +141,14 @@ class LocalStore(Store):
                         "and share their optimizer; change it for all"
                     )
             replaced = [group for group in groups.values() if not optimizer.keeps_state_of(group.optimizer)]
+            try:
+                new_slots = {group.name: group.new_slots(optimizer) for group in replaced}
+            except BaseException:
+                for group in replaced:
+                    group.drop_new_slots()
+                raise
             for group in groups.values():
-                if optimizer != group.optimizer:
-                    group.set_optimizer(optimizer)
+                group.set_optimizer(optimizer, new_slots.get(group.name))
             self._state.publish(self._state.groups)
             for group in replaced:
                 group.drop_old_slots()

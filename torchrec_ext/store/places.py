@@ -13,8 +13,10 @@ import math
 import mmap
 import os
 import re
+import stat
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,11 +27,14 @@ import numpy as np
 import torch
 
 from torchrec_ext.errors import StoreError
+from torchrec_ext.store.forks import when_forked
 
 FORMAT = "torchrec_ext.store"
 FORMAT_VERSION = 1
 DESCRIPTION_NAME = "store.json"
 LOCK_NAME = "lock"
+TURN_NAME = "turn"
+CLOCK_NAME = "clock"
 _SUFFIX = ".bin"
 _ARRAY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -78,6 +83,7 @@ class ProcessMemory(Place):
         self.device = torch.device(device or "cpu")
         self._lock = threading.RLock()
         self._description: dict[str, Any] | None = None
+        when_forked(self)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, create: bool) -> torch.Tensor:
         """See ``Place``."""
@@ -103,6 +109,10 @@ class ProcessMemory(Place):
         with self._lock:
             yield
 
+    def after_fork(self) -> None:
+        """See ``Forked``."""
+        self._lock = threading.RLock()
+
 
 class Directory(Place):
     """Arrays in the files of a directory, mapped into every process that opens it.
@@ -110,34 +120,29 @@ class Directory(Place):
     Args:
         path: the directory; made if it is not there.
         random_access: tells the kernel not to read ahead, as befits a disk.
+        private: whether it lies where every user may make directories: then this user must have made it.
 
     Raises:
-        StoreError: the directory holds something else, or a store of another format.
+        StoreError: the directory holds something else, or a store of another format, or is another's.
     """
 
-    def __init__(self, path: Path, *, random_access: bool = False) -> None:
+    def __init__(self, path: Path, *, random_access: bool = False, private: bool = False) -> None:
         self.path = path
         self._random_access = random_access
         self._threads = threading.RLock()
         self._depth = 0
         self._holds_exclusive = False
-        self._maps: list[mmap.mmap] = []
+        # Weakly, so that what was dropped goes with the last tensor.
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if private:
+                self._check_owner()
+            self._check_content()
+            self._open_locks()
+            when_forked(self)
         except OSError as error:
-            raise StoreError(f"cannot make a store in {path}: {error.strerror}") from error
-        strangers = [
-            entry.name
-            for entry in sorted(path.iterdir())
-            if entry.name not in (DESCRIPTION_NAME, LOCK_NAME, _hidden(DESCRIPTION_NAME))
-            and not entry.name.endswith(_SUFFIX)
-        ]
-        if strangers:
-            raise StoreError(
-                f"{path} holds something else than a store ({', '.join(strangers[:3])}); "
-                "give the store a directory of its own"
-            )
-        self._open_lock()
+            raise StoreError(f"cannot have a store in {path}: {error.strerror} ({error.filename})") from error
 
     def array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, create: bool) -> torch.Tensor:
         """See ``Place``."""
@@ -174,7 +179,7 @@ class Directory(Place):
             os.close(fd)
         if self._random_access:
             mapped.madvise(mmap.MADV_RANDOM)
-        self._maps.append(mapped)
+        self._maps.add(mapped)
         return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
     def description(self) -> dict[str, Any] | None:
@@ -206,16 +211,19 @@ class Directory(Place):
             **content,
         }
         hidden = self.path / _hidden(DESCRIPTION_NAME)
-        with open(hidden, "w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(self.path / DESCRIPTION_NAME)
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            with open(hidden, "w") as file:
+                json.dump(content, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            hidden.replace(self.path / DESCRIPTION_NAME)
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise StoreError(f"{self.path / DESCRIPTION_NAME}: {error.strerror}") from error
 
     def drop(self, prefix: str) -> None:
         """See ``Place``."""
@@ -228,9 +236,14 @@ class Directory(Place):
         """See ``Place``."""
         with self._threads:
             if self._depth == 0:
-                if self._pid != os.getpid():
-                    self._open_lock()  # a forked child shares its parent's lock, which excludes nobody
-                fcntl.flock(self._lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+                if self._lock.closed:
+                    self._open_locks()
+                # In turn: else those who read, one after the other, would keep out who writes for good.
+                fcntl.flock(self._turn, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+                finally:
+                    fcntl.flock(self._turn, fcntl.LOCK_UN)
                 self._holds_exclusive = exclusive
             elif exclusive and not self._holds_exclusive:
                 raise RuntimeError("cannot write to a store inside of a read")
@@ -247,10 +260,39 @@ class Directory(Place):
         for mapped in self._maps:
             mapped.flush()
 
-    def _open_lock(self) -> None:
-        # The kernel takes the lock away from a process that dies.
+    def after_fork(self) -> None:
+        """See ``Forked``."""
+        self._threads = threading.RLock()
+        self._depth = 0
+        # They are the parent's too: they would exclude neither from the other, and would stay taken if the
+        # parent died.
+        self._lock.close()
+        self._turn.close()
+
+    def _check_owner(self) -> None:
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise StoreError(
+                f"{self.path} was made by another user, or others may write to it: what is in it cannot be "
+                "trusted; use another name, or remove it"
+            )
+
+    def _check_content(self) -> None:
+        ours = {DESCRIPTION_NAME, _hidden(DESCRIPTION_NAME), LOCK_NAME, TURN_NAME, f"{CLOCK_NAME}{_SUFFIX}"}
+        strangers = sorted({entry.name for entry in self.path.iterdir()} - ours)
+        # Asked after the directory was listed: another process makes the description before other arrays.
+        if (self.path / DESCRIPTION_NAME).exists():
+            strangers = [name for name in strangers if not name.endswith(_SUFFIX)]
+        if strangers:
+            raise StoreError(
+                f"{self.path} holds something else than a store ({', '.join(strangers[:3])}), or its "
+                f"{DESCRIPTION_NAME} is missing; give the store a directory of its own"
+            )
+
+    def _open_locks(self) -> None:
+        # The kernel takes the locks away from a process that dies.
         self._lock = open(self.path / LOCK_NAME, "a")  # noqa: SIM115 (stays open)
-        self._pid = os.getpid()
+        self._turn = open(self.path / TURN_NAME, "a")  # noqa: SIM115
 
 
 def _hidden(name: str) -> str:

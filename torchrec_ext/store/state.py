@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from torchrec_ext.errors import StoreError, TableFullError
+from torchrec_ext.store.forks import when_forked
 from torchrec_ext.store.group import RowGroup
-from torchrec_ext.store.optimizers import optimizer_from_json
-from torchrec_ext.store.places import Place
+from torchrec_ext.store.places import CLOCK_NAME, Place
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,14 @@ class StoreState:
         with place.locked(exclusive=True):
             exists = place.description() is not None
             if not exists:
-                place.drop("")  # what a process that died while it made the first tables left
-            self._clocks = place.array("clock", (4,), torch.int64, create=not exists)
+                place.drop(f"{CLOCK_NAME}.")  # what a process that died here left
+            self._clocks = place.array(CLOCK_NAME, (4,), torch.int64, create=not exists)
             if not exists:
                 self._clocks[_CLOCK] = 1
                 place.describe({"groups": []})
         with self.locked(exclusive=True):
             pass  # maps what is there
+        when_forked(self)
 
     @property
     def place(self) -> Place:
@@ -96,8 +97,10 @@ class StoreState:
 
     def publish(self, groups: list[RowGroup]) -> None:
         """Makes groups known to the other processes."""
-        self.place.describe({"groups": [group.to_json() for group in groups]})
+        # First: of a description that was counted but not made, nobody has to know; the other way round,
+        # those who have the store open would never hear of it.
         self._clocks[_DESCRIPTION] += 1
+        self.place.describe({"groups": [group.to_json() for group in groups]})
         self._seen_description = int(self._clocks[_DESCRIPTION])
         self._adopt(groups)
 
@@ -106,17 +109,21 @@ class StoreState:
         self._place = None
         self._adopt([])
 
+    def after_fork(self) -> None:
+        """See ``Forked``."""
+        self._depth = 0
+
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Where nobody else writes; if exclusive, nor reads. May be nested."""
         place = self.place
-        if not exclusive:
-            with place.locked(exclusive=False):
-                unfinished = self._depth == 0 and bool(self._clocks[_WRITING])
-            if unfinished:
+        with ExitStack() as stack:
+            stack.enter_context(place.locked(exclusive=exclusive))
+            while not exclusive and self._depth == 0 and self._clocks[_WRITING]:
+                stack.close()
                 with self.locked(exclusive=True):
-                    pass
-        with place.locked(exclusive=exclusive):
+                    pass  # puts right what was left unfinished
+                stack.enter_context(place.locked(exclusive=False))
             if self._seen_description != int(self._clocks[_DESCRIPTION]):
                 self._reopen(place)
             if self._depth == 0 and exclusive and self._clocks[_WRITING]:
@@ -166,16 +173,17 @@ class StoreState:
     def _reopen(self, place: Place) -> None:
         """Maps what another process made, or what was there before this one."""
         content = place.description() or {}
-        self._seen_description = int(self._clocks[_DESCRIPTION])
         known = {group.name: group for group in self.groups}
         groups = []
         try:
             for part in content["groups"]:
                 group = known.get(part["name"])
-                if group is None or group.slots_version != part["slots_version"]:
+                if group is None:
                     group = RowGroup.from_json(place, part)
-                group.optimizer = optimizer_from_json(part["optimizer"])
+                else:  # the same object: callers hold it
+                    group.follow(part)
                 groups.append(group)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"the store's description is damaged: {error}") from error
+        self._seen_description = int(self._clocks[_DESCRIPTION])
         self._adopt(groups)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 from typing_extensions import Self
@@ -265,6 +266,12 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finishes what is under way and lets go of memory, files and connections; idempotent."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, nor can a module that has its rows there: "
+            "make another one and load the state_dict"
+        )
 
     def __enter__(self) -> Self:
         return self

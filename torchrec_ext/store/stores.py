@@ -36,14 +36,14 @@ class SharedMemoryStore(LocalStore):
 
     Raises:
         ValueError: the name has other characters.
-        StoreError: what is there cannot be used.
+        StoreError: what is there cannot be used, or was made by another user.
     """
 
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
             raise ValueError(f"the name of a shared store is letters, digits, '_', '-' and '.', not {name!r}")
         self.path = _SHARED_MEMORY / f"torchrec_ext.{name}"
-        super().__init__(Directory(self.path))
+        super().__init__(Directory(self.path, private=True))
 
     def unlink(self) -> None:
         """Removes the rows, once the processes that have the store open close it."""

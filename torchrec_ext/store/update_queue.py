@@ -5,13 +5,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from torchrec_ext.store.forks import when_forked
 
 
 class UpdateQueue:
     """One background thread, started when it is needed first."""
 
     def __init__(self) -> None:
+        self.after_fork()
+        when_forked(self)
+
+    def after_fork(self) -> None:
+        """See ``Forked``: what was handed over before is done by the parent."""
         self._worker: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
         self._starting = threading.Lock()
@@ -34,7 +41,8 @@ class UpdateQueue:
         while self._pending:
             # Left in the queue until it is done: another thread's read must wait for it too.
             future = self._pending[0]
-            error = future.exception()
+            wait([future])
+            error = None if future.cancelled() else future.exception()
             with self._starting:
                 first = bool(self._pending) and self._pending[0] is future
                 if first:

@@ -55,12 +55,16 @@ class RowBinding:
             force: look even if PyTorch counts no write to the map.
 
         Returns:
-            The local rows whose owner changed, int64, or None if the map is as it was seen last.
+            The local rows that may have another owner or vector, int64: all, if PyTorch counted a write,
+            since what loads a map loads the rows too. None if the map is as it was seen last.
         """
-        if self._map_version() == self._seen and not force:
+        written = self._map_version() != self._seen
+        if not written and not force:
             return None
         before = self.raw_ids.clone()
         self.refresh()
+        if written:
+            return torch.arange(self.num_rows, device=self.raw_ids.device)
         return (before != self.raw_ids).nonzero().flatten()
 
     def check(self, table_fqn: str, rank: int) -> None:

@@ -170,7 +170,7 @@ def _modules(module: nn.Module, kinds: tuple[type[ModuleT], ...], path: str) -> 
 def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str, name: str) -> ZchTable:
     mcm = internals.collision_modules(module)[name]
     tbe, index = internals.table_batched_embedding(module, name)
-    shard, num_shards, replicated = internals.shard_env(module)
+    shard, num_shards, _ = internals.shard_env(module)
     hash_sizes = internals.routing_hash_sizes(module, name)
     config = internals.table_config(module, name)
     followed = isinstance(mcm, MCHManagedCollisionModule)
@@ -190,32 +190,37 @@ def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str,
         pooled=internals.pools(module),
         divided=internals.divides_by_length(module),
         output_dtype=internals.output_dtype(tbe),
-        unsupported=_why_unsupported(module, mcm, tbe, hash_sizes, replicated),
+        unsupported=_why_unsupported(module, name, mcm, tbe),
     )
 
 
 def _why_unsupported(
-    module: BaseShardedManagedCollisionEmbeddingCollection,
-    mcm: nn.Module,
-    tbe: nn.Module,
-    hash_sizes: dict[str, int],
-    replicated: bool,
+    module: BaseShardedManagedCollisionEmbeddingCollection, name: str, mcm: nn.Module, tbe: nn.Module
 ) -> str | None:
     if not isinstance(mcm, MCHManagedCollisionModule):
         return (
             f"its collision module is a {type(mcm).__name__}; "
             "only MCHManagedCollisionModule keeps a map of ids to rows that can be inverted"
         )
+    if (reason := why_rows_are_not_unique(module, name)) is not None:
+        return reason
+    if (optimizer := internals.optimizer_name(tbe)) in _MOVES_WHOLE_TABLES:
+        return f"{optimizer} moves rows that were not looked up; use EXACT_ROWWISE_ADAGRAD or EXACT_ADAGRAD"
+    if internals.divides_by_length(module) and internals.output_dtype(tbe) != torch.float32:
+        return "MEAN pooling of rounded outputs; leave output_dtype at FP32"
+    return None
+
+
+def why_rows_are_not_unique(module: BaseShardedManagedCollisionEmbeddingCollection, name: str) -> str | None:
+    """Why an id may have no row, or several, in a table; None if each has one until it is evicted."""
+    tbe, _ = internals.table_batched_embedding(module, name)
+    hash_sizes = internals.routing_hash_sizes(module, name)
     if not internals.can_reset_rows(tbe):
         return (
             "a dense compute kernel cannot reset the rows of evicted ids; "
             "shard it with compute_kernel='fused'"
         )
-    if (optimizer := internals.optimizer_name(tbe)) in _MOVES_WHOLE_TABLES:
-        return f"{optimizer} moves rows that were not looked up; use EXACT_ROWWISE_ADAGRAD or EXACT_ADAGRAD"
-    if internals.divides_by_length(module) and internals.output_dtype(tbe) != torch.float32:
-        return "MEAN pooling of rounded outputs; leave output_dtype at FP32"
-    if replicated:
+    if internals.shard_env(module)[2]:
         return "2D parallel replicas differ until DMPCollection.sync(); use DistributedModelParallel"
     if len(set(hash_sizes.values())) > 1:
         return (

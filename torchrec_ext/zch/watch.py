@@ -66,7 +66,7 @@ class ZchWatch(SharedHook[ZchListener]):
             self.bindings.clear()  # where our hook has to stay, inside another's, it holds no memory
 
     def catch_up(self, *, force: bool = False) -> None:
-        """Reports rows whose owner was changed by anything but an eviction.
+        """Reports the rows of maps that were changed by anything but an eviction.
 
         Args:
             force: look at maps, too, that PyTorch counts no write to, as one through ``.data``.

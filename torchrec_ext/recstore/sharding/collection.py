@@ -24,7 +24,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_ext.recstore.batch import split_batch
-from torchrec_ext.recstore.dense_state import load_optimizer_state, optimizer_state
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.layout import Feature, Group, Layout
 from torchrec_ext.recstore.prefetch import PrefetchHandle
@@ -33,10 +32,9 @@ from torchrec_ext.recstore.sharding.dynamic import DynamicShards
 from torchrec_ext.recstore.sharding.lookup import RecStoreLookup
 from torchrec_ext.recstore.sharding.row_wise import ReadAhead, RecStoreSharding
 from torchrec_ext.recstore.sharding.tables import ShardedTables, StoreOfRank
-from torchrec_ext.recstore.trace import Trace
-from torchrec_ext.recstore.traced import TracedModule
+from torchrec_ext.recstore.trace import Trace, TracedModule
 from torchrec_ext.recstore.updates import apply_entries
-from torchrec_ext.recstore.whole_tables import device_of, write_rows
+from torchrec_ext.recstore.whole_tables import device_of, load_optimizer_state, optimizer_state, write_rows
 from torchrec_ext.store import DenseTable, DynamicTable, Store, StoreOptimizer
 from torchrec_ext.zch import internals
 
@@ -212,7 +210,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         features = maybe_td_to_kjt(features, None)
         ctx = self.create_context()
         sent = _SentBatch(ctx, self.input_dist(ctx, features).wait(), self.lookup)
-        return PrefetchHandle(self, features, sent)
+        return PrefetchHandle(self, features, sent, with_weights=self._weighted)
 
     def set_fused_prefetch_handle(self, handle: PrefetchHandle[_SentBatch] | None) -> None:
         """Has the next forward pass use what a handle sent and read; a handle set before is released.
@@ -264,7 +262,8 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
 
     def apply_trace(self, *, lr: float, step: int) -> None:
         """See ``TracedModule``."""
-        apply_entries(self.store, self._trace.take(), lr=lr, step=step)
+        with self._trace.applied() as entries:
+            apply_entries(self.store, entries, lr=lr, step=step)
 
     def optimizer_state(self) -> dict[str, Any]:
         """See ``TracedModule``; tensors over all ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from torchrec.distributed.types import ShardedTensor
 
 from torchrec_ext.recstore.fused_optimizer import StoreFusedOptimizer
 from torchrec_ext.recstore.sharding.shards import RowShards
+from torchrec_ext.recstore.table_modules import OF_CANDIDATES, OF_KEYS, tensors_of, with_tensors
 from torchrec_ext.store import Store, StoreSnapshot, TableSnapshot
 from torchrec_ext.zch.routing import ShardRouting
 
 Tensors = dict[str, torch.Tensor]
 
-_OF_KEYS = ("keys", "weight", "frequencies", "last_used")
-_OF_CANDIDATES = ("candidates", "candidate_counts")
 _HAS_KEY = "has_key"
 
 
@@ -91,7 +89,7 @@ class DynamicShards(nn.Module):
         if self._shared:  # the other ranks have loaded what is theirs
             dist.barrier(self._process_group)
         if (now := self._snapshot()) is not None:
-            loaded = {name: _with_tensors(now.tables[name], part) for name, part in arrived.items()}
+            loaded = {name: with_tensors(now.tables[name], part) for name, part in arrived.items()}
             self._store.restore(StoreSnapshot(now.clock, int(step), loaded))
         self._optimizer.set_optimizer_step(int(step))
         if self._shared:
@@ -110,7 +108,7 @@ class DynamicShards(nn.Module):
         """Of each tensor of a table: the shape of an entry, and the dtype."""
         dim = self._store.tables[table].dim
         return {
-            **dict.fromkeys((*_OF_KEYS, *_OF_CANDIDATES), ([], torch.int64)),
+            **dict.fromkeys((*OF_KEYS, *OF_CANDIDATES), ([], torch.int64)),
             _HAS_KEY: ([], torch.bool),
             "weight": ([dim], torch.float32),
             **{
@@ -127,7 +125,7 @@ class DynamicShards(nn.Module):
         }
         if found is not None:
             packed[_HAS_KEY][: len(found.keys)] = True
-            for field, values in _tensors_of(found).items():
+            for field, values in tensors_of(found).items():
                 packed[field][: len(values)] = values
         return packed
 
@@ -135,7 +133,7 @@ class DynamicShards(nn.Module):
         """What this rank has to hold, of what all ranks loaded."""
         whole = _HAS_KEY not in part
         local = dict(part) if whole else {field: shards.local(value) for field, value in part.items()}
-        waiting = {field: local.pop(field) for field in _OF_CANDIDATES}
+        waiting = {field: local.pop(field) for field in OF_CANDIDATES}
         if not whole:
             used = local.pop(_HAS_KEY)
             local = {field: values[used] for field, values in local.items()}
@@ -145,21 +143,6 @@ class DynamicShards(nn.Module):
             return {**local, **waiting}
         route = _mine if whole else _exchanged
         return {**route(local, local["keys"], shards), **route(waiting, waiting["candidates"], shards)}
-
-
-def _tensors_of(table: TableSnapshot) -> Tensors:
-    tensors = {name: getattr(table, name) for name in (*_OF_KEYS, *_OF_CANDIDATES)}
-    return {**tensors, **{f"slots.{name}": values for name, values in table.slots.items()}}
-
-
-def _with_tensors(table: TableSnapshot, tensors: Tensors) -> TableSnapshot:
-    fields: dict[str, Any] = {name: tensors[name] for name in (*_OF_KEYS, *_OF_CANDIDATES)}
-    return replace(
-        table,
-        **fields,
-        slots={name: tensors[f"slots.{name}"] for name in table.slots},
-        versions=torch.zeros_like(tensors["keys"]),
-    )
 
 
 def _owners(keys: torch.Tensor, shards: RowShards) -> torch.Tensor:

@@ -202,7 +202,7 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
                 steps[group] = self._optimizer.count_step(group)
             apply_entries(
                 self._store,
-                [TraceEntry(lookup, grad, grad._version)],
+                [TraceEntry(lookup, grad)],
                 lr=self._optimizer.learning_rate(group),
                 step=steps[group],
             )

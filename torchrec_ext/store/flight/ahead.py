@@ -38,11 +38,12 @@ class RowsAhead:
         self._lock = threading.Lock()
         self._pulled: list[tuple[weakref.ReferenceType[torch.Tensor], str, torch.Tensor]] = []
         self._news: deque[_News] = deque(maxlen=_NEWS_KEPT)
-        self._marks: dict[str, torch.Tensor] = {}
+        self._marks: dict[DenseTable, torch.Tensor] = {}
 
     def expect(self, table: DenseTable, rows: Rows) -> None:
         """Takes note of rows that were pulled ahead; their versions tell them from others."""
         with self._lock:
+            self._forget_dropped()
             self._pulled.append((weakref.ref(rows.versions), table.name, rows.keys))
 
     def wanted(self, table: DenseTable, keys: torch.Tensor) -> torch.Tensor:
@@ -52,10 +53,10 @@ class RowsAhead:
             pulled = [of for _, name, of in self._pulled if name == table.name]
             if not pulled:
                 return torch.empty(0, dtype=torch.int64)
-            marks = self._marks.get(table.name)
+            marks = self._marks.get(table)
             if marks is None:
                 # NumPy's zeros take memory only where they are touched.
-                marks = self._marks[table.name] = torch.from_numpy(np.zeros(table.num_rows, np.bool_))
+                marks = self._marks[table] = torch.from_numpy(np.zeros(table.num_rows, np.bool_))
             for of in pulled:
                 marks[of - table.first_key] = True
             positions = marks[keys - table.first_key].nonzero().flatten()

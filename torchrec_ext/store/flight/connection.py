@@ -303,7 +303,7 @@ class Servers:
     def __init__(self, connections: Sequence[Connection], timeout: float) -> None:
         self._connections = connections
         self._timeout = timeout
-        self._is_open = True
+        self._closed: str | None = None
         if len({run.instance for run in self.reach()}) < len(connections):
             raise ValueError(f"some are the same server: {[connection.url for connection in connections]}")
 
@@ -312,8 +312,8 @@ class Servers:
 
     def reach(self) -> list[Run]:
         """Finds those that were lost; see ``Connection.reach``."""
-        if not self._is_open:
-            raise StoreError("the store is closed")
+        if self._closed:
+            raise StoreError(self._closed)
         return [connection.reach(self._timeout) for connection in self._connections]
 
     def ask(
@@ -362,9 +362,14 @@ class Servers:
 
     def close(self) -> None:
         """Lets go of the connections."""
-        self._is_open = False
+        self._closed = "the store is closed"
         for connection in self._connections:
             connection.close()
+
+    def abandon(self) -> None:
+        """Leaves the connections to the process that this one was forked from."""
+        self._closed = "a remote store cannot be used after a fork; open it in the process that uses it"
+        self._connections = []
 
 
 def _first_words(error: Exception) -> str:

@@ -23,6 +23,7 @@ from torchrec_ext.store.flight.shares import (
     whole_table,
 )
 from torchrec_ext.store.flight.written import WrittenRows
+from torchrec_ext.store.forks import when_forked
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.store import Rows, Store, StoreSnapshot
 from torchrec_ext.store.tables import (
@@ -99,6 +100,13 @@ class RemoteStore(Store):
         self._known: dict[str, Table] = {}
         self._updates = UpdateQueue()
         self._written = WrittenRows() if writers == "one" else None
+        self._ahead = RowsAhead()
+        self._writing = threading.Lock()
+        when_forked(self)
+
+    def after_fork(self) -> None:
+        """See ``Forked``: gRPC's threads are not there."""
+        self._servers.abandon()
         self._ahead = RowsAhead()
         self._writing = threading.Lock()
 
@@ -334,10 +342,12 @@ class RemoteStore(Store):
             if part.table != tables[name]:
                 raise ValueError(f"the snapshot's table is {part.table}, the store's {tables[name]}")
         shares = split_snapshot(snapshot, len(self.urls))
-        self._servers.ask(
-            "restore", [wire.snapshot_to_message(share) for share in shares], timeout=self._bulk_timeout
-        )
-        self._servers.forget()
+        try:
+            self._servers.ask(
+                "restore", [wire.snapshot_to_message(share) for share in shares], timeout=self._bulk_timeout
+            )
+        finally:  # some rows may be others, however it ended
+            self._servers.forget()
 
     def close(self) -> None:
         """See ``Store``; the servers go on."""

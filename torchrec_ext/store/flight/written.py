@@ -20,7 +20,7 @@ class WrittenRows:
     """
 
     def __init__(self) -> None:
-        self._versions: dict[str, torch.Tensor] = {}
+        self._versions: dict[DenseTable, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def begin(self, table: DenseTable, keys: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class WrittenRows:
 
     def _of(self, table: DenseTable) -> torch.Tensor:
         with self._lock:
-            if table.name not in self._versions:
+            if table not in self._versions:
                 # Unlike torch's, NumPy's zeros take memory only when they are touched.
-                self._versions[table.name] = torch.from_numpy(np.zeros(table.num_rows, np.int64))
-            return self._versions[table.name]
+                self._versions[table] = torch.from_numpy(np.zeros(table.num_rows, np.int64))
+            return self._versions[table]
