@@ -20,7 +20,7 @@ from torchrec_ext.recstore.fused_optimizer import OptimizedTable, StoreFusedOpti
 from torchrec_ext.recstore.layout import Layout
 from torchrec_ext.recstore.lookups import Lookup
 from torchrec_ext.recstore.pooling import Pooling, pool_flat, pool_rows, wants_scale_gradient
-from torchrec_ext.recstore.prefetch import PrefetchHandle
+from torchrec_ext.recstore.prefetch import PrefetchHandle, PrefetchingModule
 from torchrec_ext.recstore.reads import BatchRead
 from torchrec_ext.recstore.table_modules import DenseRows, DynamicRows
 from torchrec_ext.recstore.trace import Trace, TracedModule
@@ -46,7 +46,9 @@ from torchrec_ext.store import (
 )
 
 
-class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModule, FusedOptimizerModule):
+class RecStoreEmbeddingBagCollection(
+    EmbeddingBagCollectionInterface, TracedModule, PrefetchingModule[BatchRead], FusedOptimizerModule
+):
     """Pooled embeddings of a batch of sparse features, from rows that live in a store.
 
     It takes the place of TorchRec's ``EmbeddingBagCollection``: the same configurations, batches, outputs
@@ -139,7 +141,6 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         ]
         self._trace = Trace(f"{type(self).__name__} of tables {list(self._tables)}")
         self._anchor = torch.empty(0, requires_grad=True)
-        self._handle: PrefetchHandle[BatchRead] | None = None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pools the rows of each bag.
@@ -157,7 +158,7 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         """
         features = maybe_td_to_kjt(features, None)
         store = self._require_store()
-        handle, self._handle = self._handle, None
+        handle = self._take_handle()
         batch = split_batch(features, self._layout, is_weighted=self._is_weighted)
         admit = self.training and torch.is_grad_enabled()
         if handle is not None:
@@ -214,20 +215,6 @@ class RecStoreEmbeddingBagCollection(EmbeddingBagCollectionInterface, TracedModu
         batch = split_batch(features, self._layout, is_weighted=False)
         self._fused_ids.check(batch)
         return PrefetchHandle(self, features, BatchRead(store, batch, self._fused_ids))
-
-    def set_fused_prefetch_handle(self, handle: PrefetchHandle[BatchRead] | None) -> None:
-        """Has the next forward pass use what a handle reads; a handle set before is released.
-
-        The pass gives what it would give without: rows that changed since they were read are read again.
-
-        Raises:
-            RuntimeError: the handle was used before, or is another module's.
-        """
-        if handle is not None:
-            handle.check_usable(self)
-        if self._handle is not None and self._handle is not handle:
-            self._handle.release()
-        self._handle = handle
 
     # What an EmbeddingBagCollection has
 

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.fused import FusedOptimizer
 
-from torchrec_ext.recstore.sharding.shards import RowShards
+from torchrec_ext.recstore.row_shards import RowShards
 from torchrec_ext.recstore.whole_tables import read_slots, write_rows
 from torchrec_ext.store import Adam, DenseTable, Store
 

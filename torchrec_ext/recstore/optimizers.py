@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,11 +59,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._in_use = [self._formula(group) for group in self.param_groups]
         for module, formula in zip(self._modules, self._in_use, strict=True):
             module.use_optimizer(formula)
-            module._trace.accumulation_steps = accumulation_steps
+            module.expect_gradients_of(accumulation_steps)
 
-    @abstractmethod
     def _formula(self, group: dict[str, Any]) -> StoreOptimizer:
         """The store's optimizer with a group's hyperparameters."""
+        raise NotImplementedError(f"{type(self).__name__}: use one of its subclasses")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -85,7 +84,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, (module, group) in enumerate(zip(self._modules, self.param_groups, strict=True)):
-            if not module._trace:
+            if not module.has_gradients:
                 continue
             formula = self._formula({**group, "lr": self._in_use[number].lr})
             if formula != self._in_use[number]:  # a scheduler or a user changed a hyperparameter
@@ -99,7 +98,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of all traces."""
         for module in self._modules:
-            module._trace.clear()
+            module.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the constructor: an optimizer's modules do not change."""

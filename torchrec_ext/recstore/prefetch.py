@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -114,18 +115,37 @@ class PrefetchHandle(Generic[ReadT]):
             self.release()
 
 
-class Prefetching(Protocol):
+class PrefetchingModule(ABC, Generic[ReadT]):
     """A module that can read a batch's rows ahead."""
 
-    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle[Any]:
-        """Starts to read."""
+    _handle: PrefetchHandle[ReadT] | None = None
 
-    def set_fused_prefetch_handle(self, handle: PrefetchHandle[Any] | None) -> None:
-        """Has the next forward pass use what was read."""
+    @abstractmethod
+    def issue_fused_prefetch(self, features: KeyedJaggedTensor) -> PrefetchHandle[ReadT]:
+        """Starts to read a batch's rows."""
+
+    def set_fused_prefetch_handle(self, handle: PrefetchHandle[ReadT] | None) -> None:
+        """Has the next forward pass use what a handle reads; a handle set before is released.
+
+        The pass gives what it would give without: rows that changed since they were read are read again.
+
+        Raises:
+            RuntimeError: the handle was used before, or is another module's.
+        """
+        if handle is not None:
+            handle.check_usable(self)
+        if self._handle is not None and self._handle is not handle:
+            self._handle.release()
+        self._handle = handle
+
+    def _take_handle(self) -> PrefetchHandle[ReadT] | None:
+        """The handle that was set, which is not set any more."""
+        handle, self._handle = self._handle, None
+        return handle
 
 
 def prefetched(
-    module: Prefetching,
+    module: PrefetchingModule[Any],
     batches: Iterable[Batch],
     *,
     depth: int = 2,
@@ -154,7 +174,7 @@ def prefetched(
 
 
 def _prefetched(
-    module: Prefetching,
+    module: PrefetchingModule[Any],
     batches: Iterable[Batch],
     depth: int,
     features: Callable[[Batch], KeyedJaggedTensor] | None,

@@ -154,6 +154,19 @@ class TracedModule(ABC):
     lr: float
     _trace: Trace
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that no optimizer has consumed."""
+        return len(self._trace) > 0
+
+    def forget_gradients(self) -> None:
+        """Clears the trace."""
+        self._trace.clear()
+
+    def expect_gradients_of(self, batches: int) -> None:
+        """Says how many batches are meant to add up before the trace is consumed."""
+        self._trace.accumulation_steps = batches
+
     @abstractmethod
     def use_optimizer(self, optimizer: StoreOptimizer) -> None:
         """Has the tables keep state for an optimizer; state of the same kind stays."""

@@ -1,6 +1,4 @@
-"""What a process that was made by ``fork`` must not take over: locks that nobody there gives back, and threads
-that are not there.
-"""
+"""What a process made by ``fork`` must not take over: locks that nobody gives back, threads left behind."""
 
 from __future__ import annotations
 

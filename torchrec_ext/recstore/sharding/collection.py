@@ -26,7 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_ext.recstore.batch import split_batch
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.layout import Feature, Group, Layout
-from torchrec_ext.recstore.prefetch import PrefetchHandle
+from torchrec_ext.recstore.prefetch import PrefetchHandle, PrefetchingModule
 from torchrec_ext.recstore.sharding.dense import DenseShard
 from torchrec_ext.recstore.sharding.dynamic import DynamicShards
 from torchrec_ext.recstore.sharding.lookup import RecStoreLookup
@@ -39,7 +39,9 @@ from torchrec_ext.store import DenseTable, DynamicTable, Store, StoreOptimizer
 from torchrec_ext.zch import internals
 
 
-class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, TracedModule):
+class ShardedRecStoreEmbeddingBagCollection(
+    ShardedEmbeddingBagCollection, TracedModule, PrefetchingModule["_SentBatch"]
+):
     """A ``RecStoreEmbeddingBagCollection`` whose rows are dealt out to the ranks, row-wise.
 
     The way of ids to the ranks that have their rows, and of pooled rows back, is TorchRec's.
@@ -64,7 +66,6 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         self._configs = module.embedding_bag_configs()
         names = [config.name for config in self._configs]
         self._trace = Trace(f"{type(self).__name__} of tables {names}")
-        self._handle: PrefetchHandle[_SentBatch] | None = None
         self._tables = ShardedTables.of(module, table_name_to_parameter_sharding, env, device, store)
         self._init_fns = self._tables.init_fns(module)
         super().__init__(
@@ -154,7 +155,7 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
             ValueError: an id is not in its table; nothing was sent to other ranks.
             RuntimeError: the prefetch handle that was set is of another batch.
         """
-        handle, self._handle = self._handle, None
+        handle = self._take_handle()
         if handle is None:
             return super().forward(features)
         features = maybe_td_to_kjt(features, None)
@@ -211,18 +212,6 @@ class ShardedRecStoreEmbeddingBagCollection(ShardedEmbeddingBagCollection, Trace
         ctx = self.create_context()
         sent = _SentBatch(ctx, self.input_dist(ctx, features).wait(), self.lookup)
         return PrefetchHandle(self, features, sent, with_weights=self._weighted)
-
-    def set_fused_prefetch_handle(self, handle: PrefetchHandle[_SentBatch] | None) -> None:
-        """Has the next forward pass use what a handle sent and read; a handle set before is released.
-
-        Raises:
-            RuntimeError: the handle was used before, or is another module's.
-        """
-        if handle is not None:
-            handle.check_usable(self)
-        if self._handle is not None and self._handle is not handle:
-            self._handle.release()
-        self._handle = handle
 
     # What is in it
 

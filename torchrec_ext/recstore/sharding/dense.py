@@ -6,7 +6,7 @@ from typing import Any
 
 from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torchrec_ext.recstore.sharding.shards import RowShards
+from torchrec_ext.recstore.row_shards import RowShards
 from torchrec_ext.recstore.table_modules import DenseRows, load_weight
 from torchrec_ext.recstore.whole_tables import read_table
 from torchrec_ext.store import DenseTable, Store

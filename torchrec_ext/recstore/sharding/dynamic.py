@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_ext.recstore.fused_optimizer import StoreFusedOptimizer
-from torchrec_ext.recstore.sharding.shards import RowShards
+from torchrec_ext.recstore.row_shards import RowShards
 from torchrec_ext.recstore.table_modules import OF_CANDIDATES, OF_KEYS, tensors_of, with_tensors
 from torchrec_ext.store import Store, StoreSnapshot, TableSnapshot
 from torchrec_ext.zch.routing import ShardRouting

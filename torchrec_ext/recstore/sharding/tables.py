@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.fused_ids import FusedIds
-from torchrec_ext.recstore.sharding.shards import RowShards
+from torchrec_ext.recstore.row_shards import RowShards
 from torchrec_ext.recstore.whole_tables import device_of, read_table
 from torchrec_ext.store import SGD, DenseTable, MemoryStore, Store, StoreOptimizer, Table
 

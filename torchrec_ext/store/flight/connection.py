@@ -362,14 +362,15 @@ class Servers:
 
     def close(self) -> None:
         """Lets go of the connections."""
-        self._closed = "the store is closed"
-        for connection in self._connections:
-            connection.close()
+        if self._closed is None:
+            self._closed = "the store is closed"
+            for connection in self._connections:
+                connection.close()
 
     def abandon(self) -> None:
         """Leaves the connections to the process that this one was forked from."""
+        # Not closed: gRPC would wait for threads that are not there.
         self._closed = "a remote store cannot be used after a fork; open it in the process that uses it"
-        self._connections = []
 
 
 def _first_words(error: Exception) -> str:
