@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.types import ShardedTensor
 
 from torchrec_ext.checkpoint.fresh_state import layout
 from torchrec_ext.checkpoint.parameters import OptimizerParameter

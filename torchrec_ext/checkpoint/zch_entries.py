@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.types import ShardedTensor
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from torchrec_ext.checkpoint.saved_tensors import SavedTensors

@@ -17,6 +17,7 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_ext.store import DenseTable
+from torchrec_ext.zch import internals
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,7 @@ class RowShards:
             size=torch.Size([sum(self.sizes), *columns]),
             tensor_properties=TensorProperties(dtype=local.dtype),
         )
-        # TorchRec's own way; the public ones talk to the other ranks.
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [Shard(local, shards[self.rank])], metadata, process_group=self.process_group
-        )
+        return internals.sharded_tensor([Shard(local, shards[self.rank])], metadata, self.process_group)
 
     def local(self, value: torch.Tensor | ShardedTensor) -> torch.Tensor:
         """This rank's rows of a tensor that is sharded as these rows are, or whole.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchrec
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
@@ -17,6 +18,7 @@ from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import Shard, ShardedTensor, ShardedTensorMetadata
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_modules import (
     ManagedCollisionModule,
@@ -46,6 +48,18 @@ def _unknown(owner: object, what: str) -> TorchRecVersionError:
 def require(owner: type, name: str) -> None:
     """Checks that a class has a private method that a subclass of ours replaces."""
     _private(owner, name)
+
+
+OPTIMIZED_ELSEWHERE = "_in_backward_optimizers"
+"""The attribute by which torch and TorchRec tell parameters that other optimizers leave alone."""
+
+
+def sharded_tensor(
+    local: list[Shard], metadata: ShardedTensorMetadata, process_group: dist.ProcessGroup
+) -> ShardedTensor:
+    """A tensor over all ranks, made as TorchRec does; torch's public ways talk to the other ranks."""
+    make = _private(ShardedTensor, "_init_from_local_shards_and_global_metadata")
+    return make(local, metadata, process_group=process_group)
 
 
 def wrapped_name(model: DistributedModelParallel) -> str:

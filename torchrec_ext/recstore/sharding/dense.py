@@ -10,9 +10,7 @@ from torchrec_ext.recstore.row_shards import RowShards
 from torchrec_ext.recstore.table_modules import DenseRows, load_weight
 from torchrec_ext.recstore.whole_tables import read_table
 from torchrec_ext.store import DenseTable, Store
-
-# The attribute of parameters that other optimizers leave alone, as torch and TorchRec name it.
-_OPTIMIZED_ELSEWHERE = "_in_backward_optimizers"
+from torchrec_ext.zch import internals
 
 
 class DenseShard(DenseRows):
@@ -30,7 +28,7 @@ class DenseShard(DenseRows):
         super().__init__(store, table)
         self._shards = rows
         for parameter in self.parameters():
-            setattr(parameter, _OPTIMIZED_ELSEWHERE, [EmptyFusedOptimizer()])
+            setattr(parameter, internals.OPTIMIZED_ELSEWHERE, [EmptyFusedOptimizer()])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         assert self._store is not None
