@@ -1,4 +1,4 @@
-"""A training step of ``RecStoreEmbeddingBagCollection`` against TorchRec's fused ``EmbeddingBagCollection``."""
+"""A step of ``RecStoreEmbeddingBagCollection`` against TorchRec's fused ``EmbeddingBagCollection``."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def run(quick: bool) -> Result:
         settings={"tables": TABLES, "rows": ROWS, "dim": DIM, "batch": BATCH, "zipf exponent": ZIPF},
         notes=(
             "a step: forward, backward and update; the gradient tensor is made once",
-            "TorchRec, sharded: under DistributedModelParallel, one rank, gloo, updated in the backward pass; "
-            "TorchRec table-wise, which is its fastest on one rank",
+            "TorchRec and sharded: under DistributedModelParallel, one rank, gloo, updated in the backward "
+            "pass; TorchRec table-wise, which is its fastest on one rank",
             "alone: the collection itself with a Sparse optimizer",
         ),
     )

@@ -151,9 +151,11 @@ def test_a_damaged_store_is_refused_and_left_as_it_is(damage, tmp_path: Path) ->
 def test_a_full_disk_is_an_error_when_a_table_is_made_and_not_later(tmp_path: Path) -> None:
     store = a_store(tmp_path)
     room = os.statvfs(tmp_path)
+    before = {file.name for file in tmp_path.iterdir()}
     rows = 2 * room.f_blocks * room.f_frsize // 4096
     with pytest.raises(StoreError, match="no room for"):
-        store.create_tables([DenseTable("huge", 1024, rows)], SGD())
+        store.create_tables([DenseTable("small", 4, 10), DenseTable("huge", 1024, rows)], SGD())
+    assert {file.name for file in tmp_path.iterdir()} == before  # it takes no room either
     assert list(store.tables) == ["a", "d"]
     store.update("a", ids(1), torch.ones(1, 8))
     store.close()

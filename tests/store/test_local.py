@@ -221,6 +221,15 @@ def test_an_update_that_fails_in_the_background_is_not_lost(store: LocalStore) -
     store.pull("a", ids(7))
 
 
+def test_an_update_that_was_cancelled_is_not_waited_for(store: LocalStore) -> None:
+    before = store.pull("a", ids(7))
+    with store._state.locked(exclusive=True):
+        first, second = (store._updates.submit(lambda: store._update_many([], step=1, lr=None)) for _ in "ab")
+        assert second.cancel()
+    first.result()
+    assert torch.equal(store.pull("a", ids(7)), before)
+
+
 def test_rows_and_their_state_are_read_and_written_together(store: LocalStore) -> None:
     store.update("a", ids(3), torch.full((1, 8), 2.0))
     rows, slots = store.read("a", ids(3, 4))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -421,6 +422,74 @@ def test_the_only_writer_asks_about_rows_that_may_have_been_written() -> None:
             local.pull("dense", ids(5))
         assert store.refresh_many([("dense", held)]) == 1
     server.close()
+
+
+def test_the_only_writer_asks_about_rows_that_it_may_have_restored() -> None:
+    local = MemoryStore()
+    server = StoreServer(local)
+    with RemoteStore([server.url], writers="one") as store:
+        store.create_tables(TABLES, SGD(1.0))
+        snapshot = store.snapshot()
+        store.update("dense", ids(5), torch.ones(1, 4))
+        (held,) = store.pull_many([("dense", ids(5))])
+        store._bulk_timeout = 0.5
+        before = local.clock
+        with local._state.locked(exclusive=True), pytest.raises(StoreError, match="did not answer"):
+            store.restore(snapshot)
+        while local.clock == before:  # the server goes on by itself
+            local.pull("dense", ids(5))
+        assert store.refresh_many([("dense", held)]) == 1
+        assert torch.equal(held.rows, DENSE.initializer.rows(ids(5), 4))
+    server.close()
+
+
+def test_rows_that_were_read_ahead_and_dropped_take_no_memory(stack: ExitStack) -> None:
+    store = stack.enter_context(RemoteStore(serve(stack), writers="one"))
+    store.create_tables(TABLES, SGD(1.0))
+    kept = store.pull_many([("dense", ids(5, 6)), ("wide", ids(1))], ahead=True)
+    dropped = []
+    for _ in range(50):
+        keys = ids(7, 8)
+        dropped.append(weakref.ref(keys))
+        store.pull_many([("dense", keys)], ahead=True)
+        del keys
+    store.pull_many([("wide", ids(2))], ahead=True)
+    assert not any(keys() is not None for keys in dropped)
+    store.update("dense", ids(6), torch.ones(1, 4))
+    with asked(store) as requests:
+        assert store.refresh_many([("dense", kept[0]), ("wide", kept[1])]) == 1
+    assert requests == []
+
+
+def test_a_table_may_have_another_size_after_a_restart(stack: ExitStack) -> None:
+    first = StoreServer(MemoryStore())
+    store = stack.enter_context(RemoteStore([first.url], writers="one"))
+    store.create_tables([DenseTable("a", 4, 3)], SGD(1.0))
+    held = store.pull_many([("a", ids(2))], ahead=True)
+    store.update("a", ids(2), torch.ones(1, 4))
+    first.close()
+    stack.callback(StoreServer(MemoryStore(), first.url).close)
+    with pytest.raises(StoreError, match="was restarted"):
+        store.pull("a", ids(2))
+    store.create_tables([DenseTable("a", 4, 300)], SGD(1.0))
+    held += store.pull_many([("a", ids(2, 299))], ahead=True)
+    store.update("a", ids(2, 299), torch.ones(2, 4))
+    assert store.refresh_many([("a", rows) for rows in held]) == 3
+    assert torch.equal(held[1].rows, store.pull("a", ids(2, 299)))
+
+
+def test_a_server_that_died_when_it_began_can_be_started_again(stack: ExitStack, tmp_path: Path) -> None:
+    StoreServer(FileStore(tmp_path)).close()
+    os.truncate(tmp_path / "share.bin", 0)
+    store = stack.enter_context(RemoteStore([_served_files(stack, tmp_path)]))
+    store.create_tables(TABLES, SGD(1.0))
+    assert torch.equal(store.pull("dense", ids(5)), DENSE.initializer.rows(ids(5), 4))
+
+
+def _served_files(stack: ExitStack, path: Path) -> str:
+    server = StoreServer(FileStore(path))
+    stack.callback(server.close)
+    return server.url
 
 
 def test_the_only_writer_asks_about_rows_that_it_restored(stack: ExitStack) -> None:

@@ -215,8 +215,8 @@ class Store(ABC):
         """Hands an update over, and returns at once; the tensors must not change any more.
 
         Returns:
-            Its ``result()`` waits for the update and raises what went wrong. An error that nobody asks
-            for is raised by ``drain``, which every read calls.
+            Its ``result()`` waits for the update and raises what went wrong; so does, once, ``drain``,
+            which every read calls.
         """
 
     @abstractmethod

@@ -311,10 +311,13 @@ class _KeptShare:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         place = store.place
-        try:
-            self._kept = place.array("share", (2,), torch.int64, create=True)
-        except StoreError:
-            self._kept = place.array("share", (2,), torch.int64, create=False)
+        with place.locked(exclusive=True):
+            try:
+                self._kept = place.array("share", (2,), torch.int64, create=False)
+            except StoreError:
+                if not store.tables:
+                    place.drop("share.")  # of a process that died here
+                self._kept = place.array("share", (2,), torch.int64, create=True)
 
     def get(self) -> Share | None:
         """The share; None as long as there are no tables."""
