@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -98,7 +99,7 @@ def _die_everywhere(name: str, change: str, pipe: Connection) -> None:
                 else:
                     store.create_tables(LATER, SGD(1.0))
 
-            code = in_fork(lambda: dying_before_line(3 * deaths, do))
+            code = in_fork(partial(dying_before_line, 5 * deaths, do))
             assert code in (0, 9)
             with SharedMemoryStore(name) as opened:  # who comes later sees what who was there sees
                 assert dict(store.tables) == dict(opened.tables)
@@ -131,7 +132,7 @@ def test_a_death_anywhere_in_a_change_of_tables_leaves_the_old_ones_or_the_new_o
     ours, theirs = mp.Pipe(duplex=False)
     start_process(_die_everywhere, shared_name, change, theirs)
     theirs.close()
-    assert ours.recv() > 20
+    assert ours.recv() > 15
 
 
 # Forks
