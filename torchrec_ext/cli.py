@@ -50,9 +50,15 @@ def serve_store(
     SIGTERM and SIGINT finish what is under way, write files to the disk, and end it.
     """
     from torchrec_ext.errors import StoreError
-    from torchrec_ext.store import LocalStore
-    from torchrec_ext.store.flight.server import StoreServer
-    from torchrec_ext.store.urls import environment_token, open_store, read_token
+
+    try:
+        from torchrec_ext.store import LocalStore
+        from torchrec_ext.store.flight.server import StoreServer
+        from torchrec_ext.store.urls import environment_token, open_store, read_token
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"a store needs {error.name}, which is not installed: pip install torch"
+        ) from error
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,7 +68,7 @@ def serve_store(
             raise ValueError("--tls-cert and --tls-key go together")
         tls = None if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes())
         token = read_token(token_file) if token_file else environment_token()
-        if store.startswith("grpc"):
+        if store.startswith(("grpc://", "grpc+tls://")):
             raise ValueError(f"{store} is served already")
         opened = open_store(store)
         assert isinstance(opened, LocalStore)

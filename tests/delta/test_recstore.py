@@ -36,6 +36,5 @@ def test_replay_answers_what_a_collection_answers() -> None:
             seen.update(Run(schedule, Path(directory)).play())
 
     every_schedule()
-    print(dict(seen))
     missing = [event for event in MUST_SEE if not seen[event]]
     assert not missing, f"the schedules never showed {missing}: the test proves nothing about them"

@@ -25,6 +25,10 @@ class InterfaceOnly(Store):
     def tables(self) -> Any:
         return self.behind.tables
 
+    @property
+    def device(self) -> Any:
+        return self.behind.device
+
 
 def _delegate(name: str) -> None:
     def call(self: InterfaceOnly, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +37,7 @@ def _delegate(name: str) -> None:
     setattr(InterfaceOnly, name, call)
 
 
-for _name in Store.__abstractmethods__ - {"tables"}:
+for _name in Store.__abstractmethods__ - {"tables", "device"}:
     _delegate(_name)
 abc.update_abstractmethods(InterfaceOnly)
 

@@ -253,22 +253,6 @@ def _columns(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_a_gradient_per_row_is_applied_as_those_of_bags_are(optimizer: StoreOptimizer) -> None:
-    weight, grads = quarters(NUM_ROWS, 5), quarters(4, 5, seed=1)
-    ids = torch.tensor([7, 0, 3, 8])
-    of_rows, of_bags = Rows(weight, optimizer), Rows(weight, optimizer)
-    kernels.apply_(
-        *(of_rows.weight, of_rows.slots, of_rows.versions, ids, grads, optimizer),
-        lr=0.1,
-        step=1,
-        version=11,
-    )
-    of_bags.update(Bags(ids, torch.arange(5), 4, 1), grads, lr=0.1)
-    for one, other in zip(of_rows.tensors(), of_bags.tensors(), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize(
     "grad",
     [torch.ones(()).expand(3, 8), quarters(8, 3).t(), quarters(3, 16)[:, ::2], quarters(3, 8).double()],

@@ -377,7 +377,8 @@ def test_a_snapshot_that_does_not_fit_together_changes_nothing(
 
 
 def test_rows_that_lost_their_keys_cannot_be_touched(store: LocalStore) -> None:
-    rows = store.flat_rows("d", ids(3, 4), admit=True) - store.group_of("d").first_row["d"]
+    store.pull("d", ids(3, 4), admit=True)
+    rows = store.group_of("d").local_rows("d", ids(3, 4))
     store.evict_unused("d", -1)
     versions = store.group_of("d").versions_of("d").clone()
     store.touch("d", torch.cat([rows, ids(0)]))

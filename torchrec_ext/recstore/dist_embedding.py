@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from torchrec_ext.recstore.dist_tensor import DistTensor, InitFunc
-from torchrec_ext.recstore.lookups import KeyedLookup, one_each
+from torchrec_ext.recstore.lookups import KeyedLookup
 from torchrec_ext.recstore.table_modules import load_weight
 from torchrec_ext.recstore.trace import Trace, TracedModule, sum_by_id
 from torchrec_ext.recstore.whole_tables import (
@@ -21,6 +21,7 @@ from torchrec_ext.recstore.whole_tables import (
     warn_of_replicas,
 )
 from torchrec_ext.store import Store, StoreOptimizer, Uniform
+from torchrec_ext.store.bags import Bags
 
 
 class DistEmbedding(nn.Module, TracedModule):
@@ -132,7 +133,7 @@ class _LookedUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         name, dim = ctx.module.weight.name, grad.shape[-1]
-        bags = one_each(torch.arange(len(ctx.ids), device=ctx.ids.device))
+        bags = Bags.of_one(torch.arange(len(ctx.ids), device=ctx.ids.device))
         lookup = KeyedLookup(bags, dim, (name,), (ctx.ids,))
         ctx.module._trace.record(lookup, grad.reshape(-1, dim), ctx.batch)
         return None, None, None, None

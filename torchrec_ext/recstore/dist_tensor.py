@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrec_ext.recstore.whole_tables import create_tables, device_of
+from torchrec_ext.recstore.whole_tables import create_tables
 from torchrec_ext.store import SGD, Constant, DenseTable, MemoryStore, Store
 from torchrec_ext.store.tables import Initializer
 
@@ -24,12 +24,13 @@ class DistTensor:
         shape: ``(num_rows, dim)``.
         dtype: float32.
         name: the table's name in the store.
-        init_func: gives the initial values when the rows are made; None: zeros.
+        init_func: gives the initial values when the rows are made; None: ``initializer``'s.
         store: where the rows live, by default a new ``MemoryStore``.
+        initializer: the store's way to the initial values, by default zeros.
 
     Raises:
-        ValueError: the shape is not a matrix's, the dtype is another, or the store has another table of
-            this name.
+        ValueError: the name is empty, the shape is not a matrix's, the dtype is another, or the store
+            has another table of this name.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DistTensor:
         self.store.write(self.name, keys.reshape(-1), values.reshape(-1, self.table.dim))
 
     def _keys(self, ids: Any) -> torch.Tensor:
-        keys = torch.as_tensor(ids, device=device_of(self.store))
+        keys = torch.as_tensor(ids, device=self.store.device)
         if keys.is_floating_point() or keys.dtype == torch.bool:
             raise ValueError(f"DistTensor {self.name!r}: ids must be integers, not {keys.dtype}")
         return keys.long()

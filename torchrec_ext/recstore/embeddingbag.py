@@ -27,7 +27,6 @@ from torchrec_ext.recstore.trace import Trace, TracedModule
 from torchrec_ext.recstore.updates import apply_entries
 from torchrec_ext.recstore.whole_tables import (
     create_tables,
-    device_of,
     draw_like_embedding_bags,
     load_optimizer_state,
     optimizer_state,
@@ -316,7 +315,7 @@ def _device_and_store(
         return torch.device("meta"), None
     if store is None:
         store = MemoryStore(device)
-    at = device_of(store)
+    at = store.device
     if device is not None and torch.device(device).type != at.type:
         raise ValueError(f"device is {torch.device(device)}, but the store gives rows on {at}")
     return at, store

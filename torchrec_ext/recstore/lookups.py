@@ -42,7 +42,7 @@ class Lookup(ABC):
             A table's name, the ids in it, int64 ``[n]`` with repeats, and their gradients, ``[n, dim]``.
         """
         per_bag = grad.reshape(self.bags.num_bags, self.dim)
-        bag_of = bag_of_each(self.bags)
+        bag_of = self.bags.bag_of_each()
         for table in self.tables:
             which, ids = self._find(table)
             grads = per_bag[bag_of[which]]
@@ -119,14 +119,3 @@ def first_key_row(group: RowGroup, table: str) -> int:
     described = group.tables[table]
     assert isinstance(described, DenseTable)
     return group.first_row[table] - described.first_key
-
-
-def bag_of_each(bags: Bags) -> torch.Tensor:
-    """The bag that each id is in, int64 ``[n]``."""
-    numbers = torch.arange(bags.num_bags, device=bags.offsets.device)
-    return torch.repeat_interleave(numbers, bags.offsets.diff(), output_size=len(bags.rows))
-
-
-def one_each(rows: torch.Tensor) -> Bags:
-    """Bags of one row each."""
-    return Bags(rows, torch.arange(len(rows) + 1, device=rows.device), len(rows), 1, bag_size=1)

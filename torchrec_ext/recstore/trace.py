@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_ext.recstore.lookups import KeyedLookup, Lookup, Triple, one_each
+from torchrec_ext.recstore.lookups import KeyedLookup, Lookup, Triple
 from torchrec_ext.store import StoreOptimizer
+from torchrec_ext.store.bags import Bags
 
 # Backward passes through the same tables that may wait before they are added up: so memory is bounded
 # by the rows that have a gradient, as it is for a dense parameter, however many passes there are.
@@ -138,7 +139,7 @@ class Trace:
         entries = []
         for table in list(ids_of):
             keys, grads = sum_by_id(torch.cat(ids_of.pop(table)), torch.cat(grads_of.pop(table)))
-            bags = one_each(torch.arange(len(keys), device=keys.device))
+            bags = Bags.of_one(torch.arange(len(keys), device=keys.device))
             lookup = KeyedLookup(bags, grads.shape[1], (table,), (keys,))
             entries.append(TraceEntry(lookup, grads))
         return entries

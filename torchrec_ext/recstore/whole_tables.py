@@ -56,7 +56,7 @@ def create_tables(
     made = store.create_tables(wanted, optimizer)
     for table in wanted:
         if isinstance(table, DenseTable) and table.name in made and table.name in init_fns:
-            rows = torch.empty(table.num_rows, table.dim, device=device_of(store))
+            rows = torch.empty(table.num_rows, table.dim, device=store.device)
             with torch.no_grad():
                 init_fns[table.name](rows)
             write_rows(store, table, rows)
@@ -177,11 +177,6 @@ def warn_of_replicas(store: Store, tables: Sequence[str]) -> None:
         )
 
 
-def device_of(store: Store) -> torch.device:
-    """Where a store takes keys and gives rows."""
-    return store.device if isinstance(store, LocalStore) else torch.device("cpu")
-
-
 def _span(store: LocalStore, table: DenseTable) -> tuple[int, int]:
     """Where a table's rows are among those that the store has of it: the first, and how many."""
     there = store.group_of(table.name).tables[table.name]
@@ -192,6 +187,6 @@ def _span(store: LocalStore, table: DenseTable) -> tuple[int, int]:
 def _pieces(store: Store, table: DenseTable) -> list[torch.Tensor]:
     first, stop = table.first_key, table.first_key + table.num_rows
     return [
-        torch.arange(start, min(start + ROWS_PER_CALL, stop), device=device_of(store))
+        torch.arange(start, min(start + ROWS_PER_CALL, stop), device=store.device)
         for start in range(first, stop, ROWS_PER_CALL)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,3 +44,27 @@ class Bags:
     def num_bags(self) -> int:
         """The number of bags."""
         return self.batch_size * self.num_features
+
+    @classmethod
+    def of_one(cls, rows: torch.Tensor) -> Bags:
+        """Bags of one row each; rows int64 ``[n]``."""
+        return cls(rows, torch.arange(len(rows) + 1, device=rows.device), len(rows), 1, bag_size=1)
+
+    def bag_of_each(self) -> torch.Tensor:
+        """The bag that each id is in, int64 ``[n]``."""
+        numbers = torch.arange(self.num_bags, device=self.rows.device)
+        return torch.repeat_interleave(numbers, self.offsets.diff(), output_size=len(self.rows))
+
+    def without(self, rows: torch.Tensor) -> Bags:
+        """The bags less some rows, int64 ``[m]``."""
+        kept = torch.isin(self.rows, rows, invert=True)
+        if kept.all():
+            return self
+        before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+        return replace(
+            self,
+            rows=self.rows[kept],
+            offsets=before[self.offsets],
+            scale=None if self.scale is None else self.scale[kept],
+            bag_size=None,
+        )

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from torchrec_ext.store import kernels
+from torchrec_ext.store.bags import Bags
+from torchrec_ext.store.hash_index import Allocate
 from torchrec_ext.store.keys import DynamicKeys
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.places import Place
@@ -156,6 +159,28 @@ class RowGroup:
         """Takes note that rows are about to lose their keys."""
         self.versions_of(table).index_fill_(0, rows, -clock)
 
+    def update(self, bags: Bags, grad: torch.Tensor, *, step: int, lr: float | None, clock: int) -> None:
+        """Applies the gradient of rows that were pooled; default rows are left as they are.
+
+        Args:
+            bags: which rows.
+            grad: the gradient of what was pooled, float32 ``[batch_size, num_features * dim]``.
+            step: the update's number, from 1.
+            lr: the learning rate; None: the optimizer's.
+            clock: the store's clock.
+        """
+        kernels.update_(
+            self.weight,
+            self.slots,
+            self.versions,
+            bags.without(self.default_rows) if len(self.default_rows) else bags,
+            grad,
+            self.optimizer,
+            lr=self.optimizer.lr if lr is None else lr,
+            step=step,
+            version=clock,
+        )
+
     def repair(self, clock: int) -> None:
         """Finishes what a process that died in the middle of a change left undone.
 
@@ -217,7 +242,7 @@ class RowGroup:
     def _array(self, name: str, columns: int, dtype: torch.dtype, *, create: bool) -> torch.Tensor:
         return self._place.array(f"{self.name}.{name}", (self.num_rows, columns), dtype, create=create)
 
-    def _allocator(self, position: int, *, create: bool) -> Any:
+    def _allocator(self, position: int, *, create: bool) -> Allocate:
         def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return self._place.array(f"{self.name}.keys_{position}.{name}", shape, dtype, create=create)
 

@@ -108,7 +108,7 @@ def scale_gradient(weight: torch.Tensor, bags: Bags, grad: torch.Tensor) -> torc
     """
     weight = weight.detach()
     per_bag = _per_bag(bags, grad, weight.shape[1])
-    bag_of = _bag_of(bags)
+    bag_of = bags.bag_of_each()
     found = weight.new_empty(len(bags.rows))
     for chunk in _chunks(len(found), _chunk_size(weight)):
         pulled = weight.index_select(0, bags.rows[chunk])
@@ -174,36 +174,6 @@ def update_(
     keys = bags.rows.int() if len(weight) <= _MAX_INT32 else bags.rows  # half the bytes to sort
     for rows, grads in _sums(bags, keys, per_bag, _chunk_size(weight)):
         _apply_chunk_(weight, slots, versions, rows, grads, optimizer, lr, step, version)
-
-
-def apply_(
-    weight: torch.Tensor,
-    slots: dict[str, torch.Tensor],
-    versions: torch.Tensor,
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    optimizer: StoreOptimizer,
-    *,
-    lr: float,
-    step: int,
-    version: int,
-) -> None:
-    """Applies a gradient per row, in place.
-
-    Args:
-        weight: float32 ``[num_rows, dim]``.
-        slots: as for ``update_``, and so is everything that is not said here.
-        versions: int64 ``[num_rows]``.
-        rows: int64 ``[u]``; gradients of a row that occurs several times are added up before.
-        grads: float32 ``[u, dim]``.
-        optimizer: whose formula counts.
-        lr: the learning rate.
-        step: the update's number, from 1.
-        version: the rows' new version.
-    """
-    every = torch.arange(len(rows) + 1, device=rows.device)
-    bags = Bags(rows, every, batch_size=len(rows), num_features=1, bag_size=1)
-    update_(weight, slots, versions, bags, grads, optimizer, lr=lr, step=step, version=version)
 
 
 def _apply_chunk_(
@@ -282,7 +252,7 @@ def _sums(
     bag_of = (
         order.div_(bags.bag_size, rounding_mode="floor")
         if bags.bag_size
-        else _bag_of(bags).index_select(0, order)
+        else bags.bag_of_each().index_select(0, order)
     )
     bounds = torch.cat([begins, begins.new_tensor([len(keys)])])
     size = size or len(rows)
@@ -303,12 +273,6 @@ def _sums(
 def _per_bag(bags: Bags, grad: torch.Tensor, dim: int) -> torch.Tensor:
     """A gradient per bag, contiguous: that of a plain sum is one number that is said to be many."""
     return grad.detach().reshape(bags.num_bags, dim).to(torch.float32).contiguous()
-
-
-def _bag_of(bags: Bags) -> torch.Tensor:
-    """The bag of each id, int64 ``[n]``."""
-    every = torch.arange(bags.num_bags, device=bags.rows.device)
-    return torch.repeat_interleave(every, bags.offsets.diff(), output_size=len(bags.rows))
 
 
 def _chunk_size(weight: torch.Tensor) -> int:

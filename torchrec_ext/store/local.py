@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from torchrec_ext.store import kernels
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.group import RowGroup
-from torchrec_ext.store.moments import check_snapshot, restore_snapshot, take_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.places import Place
+from torchrec_ext.store.snapshots import check_snapshot, restore_snapshot, take_snapshot
 from torchrec_ext.store.state import StoreState
 from torchrec_ext.store.store import Rows, Store, StoreSnapshot
 from torchrec_ext.store.tables import DenseTable, Table
@@ -333,19 +332,6 @@ class LocalStore(Store):
                 else:
                     versions.index_fill_(0, rows, clock)
 
-    def flat_rows(self, table: str, keys: torch.Tensor, *, admit: bool = False) -> torch.Tensor:
-        """Where keys' rows are in the flat arrays of the table's group, int64 ``[n]``.
-
-        Keys of a dynamic table without a row have the default row.
-
-        Args:
-            table: the table's name.
-            keys: int64 ``[n]``, repeats allowed.
-            admit: whether this is a lookup in training, which counts for a dynamic table's filter.
-        """
-        with self._state.locked(exclusive=admit):
-            return self._flat_rows(table, keys, admit=admit)[1]
-
     def local_lookup_flat(self, group: RowGroup, bags: Bags) -> torch.Tensor:
         """Pools rows of a group, ``[batch_size, num_features * dim]``; see ``kernels.pool``."""
         self.drain()
@@ -372,9 +358,9 @@ class LocalStore(Store):
         """
         self.drain()
         with self._state.writing(step) as clock:
-            self._update_flat(group, bags, grad, step=step, lr=lr, clock=clock)
+            group.update(bags, grad, step=step, lr=lr, clock=clock)
 
-    # Moments
+    # Snapshots
 
     def snapshot(self, tables: Iterable[str] | None = None) -> StoreSnapshot:
         """See ``Store``."""
@@ -470,42 +456,4 @@ class LocalStore(Store):
             with self._state.writing(step) as clock:
                 for table, keys, grads in requests:
                     group, rows = self._flat_rows(table, keys)
-                    self._update_flat(group, _one_each(rows), grads, step=step, lr=lr, clock=clock)
-
-    def _update_flat(
-        self, group: RowGroup, bags: Bags, grad: torch.Tensor, *, step: int, lr: float | None, clock: int
-    ) -> None:
-        if len(group.default_rows):
-            bags = _without(bags, group.default_rows)
-        kernels.update_(
-            group.weight,
-            group.slots,
-            group.versions,
-            bags,
-            grad,
-            group.optimizer,
-            lr=group.optimizer.lr if lr is None else lr,
-            step=step,
-            version=clock,
-        )
-
-
-def _one_each(rows: torch.Tensor) -> Bags:
-    """Bags of one row each."""
-    offsets = torch.arange(len(rows) + 1, device=rows.device)
-    return Bags(rows, offsets, len(rows), 1, bag_size=1)
-
-
-def _without(bags: Bags, rows: torch.Tensor) -> Bags:
-    """Bags less the given rows."""
-    kept = torch.isin(bags.rows, rows, invert=True)
-    if kept.all():
-        return bags
-    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    return replace(
-        bags,
-        rows=bags.rows[kept],
-        offsets=before[bags.offsets],
-        scale=None if bags.scale is None else bags.scale[kept],
-        bag_size=None,
-    )
+                    group.update(Bags.of_one(rows), grads, step=step, lr=lr, clock=clock)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,6 @@ class StoreOptimizer(ABC):
     def to_json(self) -> dict[str, Any]:
         """It as a JSON object."""
         return {"kind": type(self).__name__, **asdict(self)}
-
-    def with_lr(self, lr: float) -> Self:
-        """The same optimizer with another learning rate."""
-        return replace(self, lr=lr)
 
     def keeps_state_of(self, other: StoreOptimizer) -> bool:
         """Whether state that ``other`` left behind means the same to this optimizer."""

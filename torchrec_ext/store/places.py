@@ -19,7 +19,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Place(ABC):
         """Removes the arrays whose names start so; who holds one keeps it."""
 
     @abstractmethod
-    def locked(self, *, exclusive: bool) -> Any:
+    def locked(self, *, exclusive: bool) -> AbstractContextManager[None]:
         """A context in which nobody else writes, or, if exclusive, reads or writes; may be nested."""
 
     def sync(self) -> None:  # noqa: B027 (not all places have something to do)

@@ -90,6 +90,11 @@ class Store(ABC):
 
     @property
     @abstractmethod
+    def device(self) -> torch.device:
+        """Where keys and rows are."""
+
+    @property
+    @abstractmethod
     def tables(self) -> Mapping[str, Table]:
         """The tables by name."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from torchrec_ext.errors import StoreError
 from torchrec_ext.store.local import LocalStore
 from torchrec_ext.store.places import Directory, ProcessMemory
 
@@ -46,8 +47,17 @@ class SharedMemoryStore(LocalStore):
         super().__init__(Directory(self.path, private=True))
 
     def unlink(self) -> None:
-        """Removes the rows, once the processes that have the store open close it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Removes the rows, once the processes that have the store open close it; idempotent.
+
+        Raises:
+            StoreError: they cannot be removed.
+        """
+        try:
+            shutil.rmtree(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StoreError(f"cannot remove {self.path}: {error.strerror}") from error
 
 
 class FileStore(LocalStore):

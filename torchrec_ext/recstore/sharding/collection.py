@@ -34,7 +34,7 @@ from torchrec_ext.recstore.sharding.row_wise import ReadAhead, RecStoreSharding
 from torchrec_ext.recstore.sharding.tables import ShardedTables, StoreOfRank
 from torchrec_ext.recstore.trace import Trace, TracedModule
 from torchrec_ext.recstore.updates import apply_entries
-from torchrec_ext.recstore.whole_tables import device_of, load_optimizer_state, optimizer_state, write_rows
+from torchrec_ext.recstore.whole_tables import load_optimizer_state, optimizer_state, write_rows
 from torchrec_ext.store import DenseTable, DynamicTable, Store, StoreOptimizer
 from torchrec_ext.zch import internals
 
@@ -276,7 +276,7 @@ class ShardedRecStoreEmbeddingBagCollection(
         """Initialises this rank's rows of dense tables anew."""
         init_fns = {config.name: config.init_fn for config in self._configs}
         for shard in self._dense_shards():
-            rows = torch.empty(shard.num_rows, shard.dim, device=device_of(self.store))
+            rows = torch.empty(shard.num_rows, shard.dim, device=self.store.device)
             init_fns[shard.name](rows)
             write_rows(self.store, shard, rows)
 

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec_ext.recstore.embeddingbag import RecStoreEmbeddingBagCollection
 from torchrec_ext.recstore.fused_ids import FusedIds
 from torchrec_ext.recstore.row_shards import RowShards
-from torchrec_ext.recstore.whole_tables import device_of, read_table
+from torchrec_ext.recstore.whole_tables import read_table
 from torchrec_ext.store import SGD, DenseTable, MemoryStore, Store, StoreOptimizer, Table
 
 InitFns = Mapping[str, Callable[[torch.Tensor], Any]]
@@ -76,7 +76,7 @@ class ShardedTables:
             of_rank = store
         else:
             of_rank = MemoryStore(device) if store is None else store(env.rank)
-        if device is not None and device.type != (at := device_of(of_rank)).type:
+        if device is not None and device.type != (at := of_rank.device).type:
             raise ValueError(f"the model is sharded on {device}, but the store gives rows on {at}")
         configs = module.embedding_bag_configs()
         tables = {config.name: module.table(config.name) for config in configs}

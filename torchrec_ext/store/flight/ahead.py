@@ -84,21 +84,23 @@ class RowsAhead:
         Returns:
             Whether all are; if not, none is.
         """
+        oldest = int(versions.min())
         with self._lock:
-            news = [one for one in self._news if one.table == table and len(one.keys)]
+            news = [one for one in self._news if one.table == table and one.version >= oldest]
         keys = held.keys[changed]
         rows = held.rows.new_empty(len(changed), held.rows.shape[1])
-        missing = torch.ones(len(changed), dtype=torch.bool)
+        missing = len(changed)
         for one in reversed(news):
             # A row is what the update left that wrote it last.
-            mine = (missing & (versions == one.version)).nonzero().flatten()
-            if not len(mine):
+            mine = (versions == one.version).nonzero().flatten()
+            if not len(mine) or not len(one.keys):
                 continue
-            at = torch.searchsorted(one.keys, keys[mine]).clamp_(max=len(one.keys) - 1)
-            found = one.keys[at] == keys[mine]
-            rows[mine[found]] = one.rows[at[found]]
-            missing[mine[found]] = False
-        if missing.any():
+            wanted = keys[mine]
+            at = torch.searchsorted(one.keys, wanted).clamp_(max=len(one.keys) - 1)
+            found = (one.keys[at] == wanted).nonzero().flatten()  # another server may count the same
+            rows.index_copy_(0, mine[found], one.rows.index_select(0, at[found]))
+            missing -= len(found)
+        if missing:
             return False
         held.rows.index_copy_(0, changed, rows)
         held.versions.index_copy_(0, changed, versions)
