@@ -24,7 +24,7 @@ INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 @pytest.mark.parametrize(
     ("feature", "table", "wrong", "why"),
     [
-        ("a", "t0", 16, "does not fit into fusion_k=4 bits"),
+        ("a", "t0", 16, "is not in the table, which has 0 to 10"),
         ("a", "t0", 11, "not in the table, which has 0 to 10"),
         ("a", "t0", -1, "is negative"),
         ("b", "t2", 7, "not in the table, which has 0 to 4"),

@@ -282,14 +282,16 @@ def test_a_full_table_is_an_error_that_changes_nothing(
 
 
 def test_another_optimizer_starts_with_its_initial_state_and_the_same_one_keeps_it(
-    store: LocalStore,
+    store: LocalStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.update("a", ids(1), torch.ones(1, 8))
     names = list(store.tables)
     store.set_optimizer(names, RowWiseAdaGrad(0.125))
     assert store.optimizer("a").lr == 0.125
     assert store.read("a", ids(1))[1]["sum"].item() == 1.0
+    assert not caplog.text
     store.set_optimizer(names, AdaGrad(0.5, initial_accumulator_value=0.25))
+    assert "the state of RowWiseAdaGrad" in caplog.text and "is discarded" in caplog.text
     assert torch.equal(store.read("a", ids(1))[1]["sum"], torch.full((1, 8), 0.25))
     with pytest.raises(ValueError, match="share their optimizer"):
         store.set_optimizer(["a"], SGD())

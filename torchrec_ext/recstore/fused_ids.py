@@ -90,10 +90,10 @@ class FusedIds:
         known = self._ranges.get(table)
         if extreme < 0 and (known or self._fusion_k is not None):
             return "is negative"
-        if self._fusion_k is not None and extreme >> self._fusion_k:
-            return f"does not fit into fusion_k={self._fusion_k} bits; use a larger fusion_k"
         if known and not known[0] <= extreme < known[1]:
             return f"is not in the table, which has {known[0]} to {known[1] - 1}"
+        if self._fusion_k is not None and extreme >> self._fusion_k:
+            return f"does not fit into fusion_k={self._fusion_k} bits; use a larger fusion_k"
         return None
 
     def _unique_fused(self, batch: GroupBatch) -> UniqueIds:

@@ -278,7 +278,8 @@ class DynamicKeys:
             remedy = f"evict earlier (evict_after={table.evict_after} makes room for {unused})"
         return TableFullError(
             f"table {table.name!r} is full: {count} keys need a row, {free} of max_rows={table.max_rows} are "
-            f"free; raise max_rows, {remedy}, or admit keys later (filter_freq={table.filter.filter_freq})"
+            f"free; raise max_rows (a collection's num_embeddings), {remedy}, or admit keys later "
+            f"(filter_freq={table.filter.filter_freq})"
         )
 
 

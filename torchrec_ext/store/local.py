@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -20,6 +21,8 @@ from torchrec_ext.store.state import StoreState
 from torchrec_ext.store.store import Rows, Store, StoreSnapshot
 from torchrec_ext.store.tables import DenseTable, Table
 from torchrec_ext.store.update_queue import UpdateQueue
+
+logger = logging.getLogger(__name__)
 
 # Rows read or written under one lock, so that a long read does not hold up others.
 ROWS_PER_LOCK = 1 << 16
@@ -140,6 +143,14 @@ class LocalStore(Store):
                         "and share their optimizer; change it for all"
                     )
             replaced = [group for group in groups.values() if not optimizer.keeps_state_of(group.optimizer)]
+            for group in replaced:
+                if group.slots and group.versions.any():
+                    logger.warning(
+                        "the state of %s of tables %s is discarded: they get %s now, which starts anew",
+                        group.optimizer,
+                        ", ".join(group.tables),
+                        optimizer,
+                    )
             try:
                 new_slots = {group.name: group.new_slots(optimizer) for group in replaced}
             except BaseException:

@@ -72,6 +72,9 @@ class Place(ABC):
     def sync(self) -> None:  # noqa: B027 (not all places have something to do)
         """Waits until what was written would survive a crash of the machine."""
 
+    def close(self) -> None:  # noqa: B027 (not all places have something to do)
+        """Lets go of what is not an array; nothing of the place may be used any more."""
+
 
 class ProcessMemory(Place):
     """Arrays of this process alone.
@@ -265,14 +268,18 @@ class Directory(Place):
         for mapped in self._maps:
             mapped.flush()
 
+    def close(self) -> None:
+        """See ``Place``."""
+        self._lock.close()
+        self._turn.close()
+
     def after_fork(self) -> None:
         """See ``Forked``."""
         self._threads = threading.RLock()
         self._depth = 0
         # They are the parent's too: they would exclude neither from the other, and would stay taken if the
         # parent died.
-        self._lock.close()
-        self._turn.close()
+        self.close()
 
     def _check_owner(self) -> None:
         found = self.path.lstat()

@@ -106,6 +106,8 @@ class StoreState:
 
     def close(self) -> None:
         """Lets go of the arrays."""
+        if self._place is not None:
+            self._place.close()
         self._place = None
         self._adopt([])
 

@@ -119,6 +119,8 @@ class Store(ABC):
     def set_optimizer(self, tables: Iterable[str], optimizer: StoreOptimizer) -> None:
         """Changes the optimizer of tables; state of another kind makes room for initial state.
 
+        That the state of rows that were written is discarded is logged as a warning.
+
         Tables that were created together change together: the other tables' names must be there too.
         """
 
