@@ -29,7 +29,7 @@ INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
         ("a", "t0", -1, "is negative"),
         ("b", "t2", 7, "not in the table, which has 0 to 4"),
         ("d", "t3", 40, "does not fit into fusion_k=4 bits"),  # although the table has it
-        ("d", "t3", 1 << 62, "does not fit"),
+        ("d", "t3", 1 << 62, "is not in the table, which has 0 to 299"),
     ],
 )
 def test_a_wrong_id_is_named_before_anything_is_read(

@@ -93,7 +93,7 @@ def wrong_ids(case: Case) -> None:
         for ids, message in (
             ([11, 0, 0, 0], r"feature 'a', table 't0': id 11 is not in the table, which has 0 to 10"),
             ([0, 0, -1, 0], r"feature 'c', table 't1': id -1 is negative"),
-            ([0, 1 << 40, 0, 0], r"feature 'b', table 't0': id 1099511627776 does not fit into fusion_k=30"),
+            ([0, 1 << 40, 0, 0], r"feature 'b', table 't0': id 1099511627776 is not in the table"),
         ):
             features = KeyedJaggedTensor(
                 ["a", "b", "c", "d"], torch.tensor(ids), lengths=torch.ones(4, dtype=torch.int32)
