@@ -24,7 +24,7 @@ from torchrec_ext.recstore.sharding.tables import InitFns, ShardedTables
 from torchrec_ext.recstore.trace import Trace, TraceEntry
 from torchrec_ext.recstore.updates import apply_entries
 from torchrec_ext.recstore.whole_tables import create_tables
-from torchrec_ext.store import DynamicTable, LocalStore, StoreOptimizer
+from torchrec_ext.store import DynamicTable, FileStore, LocalStore, StoreOptimizer
 
 
 class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], FusedOptimizerModule):
@@ -98,7 +98,8 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
         admit = self.training and torch.is_grad_enabled()
         self.refresh(features, admit=admit)
         read = self._ready.pop(features, None)
-        if read is None and (self.reads_ahead or any(part.group.dynamic for part in batch)):
+        flat = isinstance(self._store, LocalStore) and not any(part.group.dynamic for part in batch)
+        if read is None and not flat:
             read = BatchRead(self._store, batch, self._fused_ids)
             read.pull(admit=admit)
         if read is not None:
@@ -113,8 +114,8 @@ class RecStoreLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor], Fused
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether reading ahead pays: not if the rows are in reach."""
-        return not isinstance(self._store, LocalStore)
+        """Whether reading ahead pays: not if the rows are in memory."""
+        return isinstance(self._store, FileStore) or not isinstance(self._store, LocalStore)
 
     def read_ahead(self, features: KeyedJaggedTensor) -> BatchRead:
         """Reads the rows of a batch that arrived; for any thread."""
