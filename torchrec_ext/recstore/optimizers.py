@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -156,7 +156,33 @@ class SparseSGD(SparseOptimizer):
         return SGD(float(group["lr"]))
 
 
-class SparseAdagrad(SparseOptimizer):
+class _SparseAdagrad(SparseOptimizer):
+    """What both kinds of Adagrad have; see there."""
+
+    _kind: ClassVar[type[AdaGrad] | type[RowWiseAdaGrad]]
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        lr: float | None = None,
+        *,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+        accumulation_steps: int = 1,
+    ) -> None:
+        super().__init__(
+            modules,
+            lr,
+            accumulation_steps,
+            eps=eps,
+            initial_accumulator_value=initial_accumulator_value,
+        )
+
+    def _formula(self, group: dict[str, Any]) -> StoreOptimizer:
+        return self._kind(float(group["lr"]), group["eps"], group["initial_accumulator_value"])
+
+
+class SparseAdagrad(_SparseAdagrad):
     """As ``torch.optim.Adagrad``, with an accumulator per element.
 
     Args:
@@ -167,28 +193,10 @@ class SparseAdagrad(SparseOptimizer):
         accumulation_steps: how many batches are meant to add up to one step.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        lr: float | None = None,
-        *,
-        eps: float = 1e-10,
-        initial_accumulator_value: float = 0.0,
-        accumulation_steps: int = 1,
-    ) -> None:
-        super().__init__(
-            modules,
-            lr,
-            accumulation_steps,
-            eps=eps,
-            initial_accumulator_value=initial_accumulator_value,
-        )
-
-    def _formula(self, group: dict[str, Any]) -> StoreOptimizer:
-        return AdaGrad(float(group["lr"]), group["eps"], group["initial_accumulator_value"])
+    _kind = AdaGrad
 
 
-class SparseRowWiseAdagrad(SparseOptimizer):
+class SparseRowWiseAdagrad(_SparseAdagrad):
     """As ``torchrec.optim.RowWiseAdagrad``, with an accumulator per row.
 
     Args:
@@ -199,25 +207,7 @@ class SparseRowWiseAdagrad(SparseOptimizer):
         accumulation_steps: how many batches are meant to add up to one step.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        lr: float | None = None,
-        *,
-        eps: float = 1e-10,
-        initial_accumulator_value: float = 0.0,
-        accumulation_steps: int = 1,
-    ) -> None:
-        super().__init__(
-            modules,
-            lr,
-            accumulation_steps,
-            eps=eps,
-            initial_accumulator_value=initial_accumulator_value,
-        )
-
-    def _formula(self, group: dict[str, Any]) -> StoreOptimizer:
-        return RowWiseAdaGrad(float(group["lr"]), group["eps"], group["initial_accumulator_value"])
+    _kind = RowWiseAdaGrad
 
 
 class SparseAdam(SparseOptimizer):

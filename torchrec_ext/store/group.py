@@ -13,8 +13,6 @@ from torchrec_ext.store.keys import DynamicKeys
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.places import Place
 from torchrec_ext.store.tables import (
-    CHUNK_BYTES,
-    DenseTable,
     DynamicTable,
     Table,
     check_keys,
@@ -125,17 +123,6 @@ class RowGroup:
         if isinstance(described, DynamicTable):
             return self.keys[table].find(keys)
         return keys - described.first_key if described.first_key else keys
-
-    @torch.no_grad()
-    def initialize_table(self, table: DenseTable) -> None:
-        """Gives every row of a new dense table its initial value."""
-        rows = self.rows_of(table.name)
-        step = max(1, CHUNK_BYTES // (4 * self.dim))
-        for start in range(0, len(rows), step):
-            chunk = rows[start : start + step]
-            first = table.first_key + start
-            keys = torch.arange(first, first + len(chunk), device=rows.device)
-            chunk.copy_(table.initializer.rows(keys, self.dim))
 
     @torch.no_grad()
     def initialize_rows(self, table: str, rows: torch.Tensor, clock: int) -> None:

@@ -18,17 +18,14 @@ from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.places import Place
 from torchrec_ext.store.snapshots import check_snapshot, restore_snapshot, take_snapshot
 from torchrec_ext.store.state import StoreState
-from torchrec_ext.store.store import Rows, Store, StoreSnapshot
-from torchrec_ext.store.tables import DenseTable, Table
+from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store, StoreSnapshot
+from torchrec_ext.store.tables import DenseTable, Table, fill_initial_rows
 from torchrec_ext.store.update_queue import UpdateQueue
 
 logger = logging.getLogger(__name__)
 
 # Rows read or written under one lock, so that a long read does not hold up others.
 ROWS_PER_LOCK = 1 << 16
-
-# The versions, in `Rows`, of keys without a row and of rows that were not read yet.
-_NO_ROW, _UNREAD = -1, -2
 
 
 class LocalStore(Store):
@@ -117,7 +114,7 @@ class LocalStore(Store):
                         with torch.no_grad():
                             init_fns[table.name](group_of[table.name].rows_of(table.name))
                     else:
-                        group_of[table.name].initialize_table(table)
+                        fill_initial_rows(table, group_of[table.name].rows_of(table.name))
             except BaseException:
                 for prefix in prefixes:
                     place.drop(prefix)
@@ -186,7 +183,7 @@ class LocalStore(Store):
             held = Rows(
                 keys,
                 torch.empty(len(keys), self.group_of(table).dim, device=self.device),
-                torch.full_like(keys, _UNREAD),
+                torch.full_like(keys, UNREAD),
             )
             found.append(held)
             for start in range(0, len(keys), ROWS_PER_LOCK):
@@ -210,18 +207,6 @@ class LocalStore(Store):
                 self._refresh(table, rows, admit=admit, counts=counts[i] if counts else None)
                 for i, (table, rows) in enumerate(held)
             )
-
-    def update(
-        self,
-        table: str,
-        keys: torch.Tensor,
-        grads: torch.Tensor,
-        *,
-        step: int = 1,
-        lr: float | None = None,
-    ) -> None:
-        """See ``Store``."""
-        self.update_many([(table, keys, grads)], step=step, lr=lr)
 
     def update_many(
         self,
@@ -439,7 +424,7 @@ class LocalStore(Store):
         _, rows = self._flat_rows(table, held.keys)
         versions = group.versions.index_select(0, rows)
         if table in group.keys:
-            versions[rows == group.first_row[table]] = _NO_ROW
+            versions[rows == group.first_row[table]] = NO_ROW
         changed = (versions != held.versions).nonzero().flatten()
         if len(changed) == len(rows):
             torch.index_select(group.weight, 0, rows, out=held.rows)

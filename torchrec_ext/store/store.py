@@ -15,6 +15,9 @@ from typing_extensions import Self
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.tables import Table
 
+# The versions, in `Rows`, of keys without a row and of rows that were not read yet.
+NO_ROW, UNREAD = -1, -2
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -24,7 +27,7 @@ class Rows:
         keys: int64 ``[n]``.
         rows: float32 ``[n, dim]``.
         versions: int64 ``[n]``: the store's clock when a row was written last; of keys without a row,
-            -1. A row that is given to another key counts as written.
+            ``NO_ROW``. A row that is given to another key counts as written.
     """
 
     keys: torch.Tensor
@@ -178,7 +181,6 @@ class Store(ABC):
             How many rows were read again.
         """
 
-    @abstractmethod
     def update(
         self,
         table: str,
@@ -198,6 +200,7 @@ class Store(ABC):
             step: the update's number, from 1.
             lr: the learning rate, by default the optimizer's.
         """
+        self.update_many([(table, keys, grads)], step=step, lr=lr)
 
     @abstractmethod
     def update_many(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -146,6 +147,26 @@ def _check(name: str, **positive: int) -> None:
     for what, value in positive.items():
         if value < 1:
             raise ValueError(f"table {name!r}: {what} must be positive, not {value}")
+
+
+@torch.no_grad()
+def fill_initial_rows(
+    table: DenseTable, rows: torch.Tensor, key_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> None:
+    """Gives every row of a new dense table its initial value, piece by piece.
+
+    Args:
+        table: the table.
+        rows: its rows, float32 ``[num_rows, dim]``.
+        key_of: which keys initial values are those of, by the table's own, int64 ``[n]`` each; by
+            default these.
+    """
+    step = max(1, CHUNK_BYTES // (4 * table.dim))
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step]
+        first = table.first_key + start
+        keys = torch.arange(first, first + len(chunk), device=rows.device)
+        chunk.copy_(table.initializer.rows(keys if key_of is None else key_of(keys), table.dim))
 
 
 def check_keys(table: Table, keys: torch.Tensor) -> None:

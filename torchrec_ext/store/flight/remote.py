@@ -25,7 +25,7 @@ from torchrec_ext.store.flight.shares import (
 from torchrec_ext.store.flight.written import WrittenRows
 from torchrec_ext.store.forks import when_forked
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
-from torchrec_ext.store.store import Rows, Store, StoreSnapshot
+from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store, StoreSnapshot
 from torchrec_ext.store.tables import (
     DenseTable,
     DynamicTable,
@@ -41,9 +41,6 @@ Tensors = Sequence[torch.Tensor]
 # A version in `Rows` is the server's clock and, above it, the epoch of the connection: after a restart
 # the clock may come to the same numbers with other rows.
 _EPOCH_BITS = 40
-
-# The versions of keys without a row, and of rows to be read in any case.
-_NO_ROW, _UNREAD = -1, -2
 
 
 class RemoteStore(Store):
@@ -233,18 +230,6 @@ class RemoteStore(Store):
                 held[j][1].versions.index_copy_(0, positions, _label(versions, answer.epoch))
                 changed += len(positions)
         return changed
-
-    def update(
-        self,
-        table: str,
-        keys: torch.Tensor,
-        grads: torch.Tensor,
-        *,
-        step: int = 1,
-        lr: float | None = None,
-    ) -> None:
-        """See ``Store``."""
-        self.update_many([(table, keys, grads)], step=step, lr=lr)
 
     def update_many(
         self,
@@ -496,4 +481,4 @@ def _unlabel(versions: torch.Tensor, epoch: int) -> torch.Tensor:
     if epoch == 0:
         return versions
     servers = versions - (epoch << _EPOCH_BITS)
-    return torch.where(versions == _NO_ROW, versions, torch.where(servers < 0, _UNREAD, servers))
+    return torch.where(versions == NO_ROW, versions, torch.where(servers < 0, UNREAD, servers))

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ from torchrec_ext.store.flight.shares import Share, other_share
 from torchrec_ext.store.local import LocalStore
 from torchrec_ext.store.optimizers import optimizer_from_json
 from torchrec_ext.store.store import Rows
-from torchrec_ext.store.tables import CHUNK_BYTES, DenseTable, table_from_json, table_to_json
+from torchrec_ext.store.tables import DenseTable, fill_initial_rows, table_from_json, table_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class _Requests:
                 tables,
                 optimizer_from_json(args["optimizer"]),
                 init_fns={
-                    table.name: _InitialRows(table, share)
+                    table.name: partial(fill_initial_rows, table, key_of=partial(share.keys, table))
                     for table in tables
                     if isinstance(table, DenseTable) and share.count > 1
                 },
@@ -337,22 +338,6 @@ class _KeptShare:
             raise StoreError(other_share(there, share))
         self._kept.copy_(torch.tensor([share.index, share.count]))
         return share
-
-
-class _InitialRows:
-    """Fills what a server stores of a dense table with the initial rows of the whole table's keys."""
-
-    def __init__(self, table: DenseTable, share: Share) -> None:
-        self._table = table
-        self._share = share
-
-    def __call__(self, rows: torch.Tensor) -> None:
-        step = max(1, CHUNK_BYTES // (4 * self._table.dim))
-        for start in range(0, len(rows), step):
-            chunk = rows[start : start + step]
-            local = torch.arange(start, start + len(chunk)) + self._table.first_key
-            keys = self._share.keys(self._table, local)
-            chunk.copy_(self._table.initializer.rows(keys, self._table.dim))
 
 
 def _is_loopback(host: str) -> bool:
