@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,8 +25,10 @@ from torchrec_ext.store.flight.shares import (
 )
 from torchrec_ext.store.flight.written import WrittenRows
 from torchrec_ext.store.forks import when_forked
+from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, check_room, fit_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
-from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store, StoreSnapshot
+from torchrec_ext.store.snapshots import StoreSnapshot
+from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store
 from torchrec_ext.store.tables import (
     DenseTable,
     DynamicTable,
@@ -35,6 +38,8 @@ from torchrec_ext.store.tables import (
     table_to_json,
 )
 from torchrec_ext.store.update_queue import UpdateQueue
+
+logger = logging.getLogger(__name__)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -314,24 +319,23 @@ class RemoteStore(Store):
         answers = self._servers.ask("snapshot", (args, ()), retry=True, timeout=self._bulk_timeout)
         return join_snapshots([wire.snapshot_from_message(a.content, a.tensors) for a in answers])
 
-    def restore(self, snapshot: StoreSnapshot) -> None:
-        """See ``Store``."""
+    def restore(self, snapshot: StoreSnapshot, on_mismatch: OnMismatch = "initialize") -> RestoreReport:
+        """See ``Store``; what dense tables lack gets their initializers' values."""
         self.drain()
-        tables = self.tables
-        if not set(snapshot.tables) <= set(tables):
-            raise ValueError(
-                f"the snapshot is of tables {sorted(snapshot.tables)}, the store has {sorted(tables)}"
-            )
-        for name, part in snapshot.tables.items():
-            if part.table != tables[name]:
-                raise ValueError(f"the snapshot's table is {part.table}, the store's {tables[name]}")
-        shares = split_snapshot(snapshot, len(self.urls))
+        # Here, so that no server does its part when another one would refuse.
+        fitted, report = fit_snapshot(snapshot, self._describe(), on_mismatch)
+        shares = split_snapshot(fitted, len(self.urls))
+        for share in shares:
+            for part in share.tables.values():
+                check_room(part)
         try:
             self._servers.ask(
                 "restore", [wire.snapshot_to_message(share) for share in shares], timeout=self._bulk_timeout
             )
         finally:  # some rows may be others, however it ended
             self._servers.forget()
+        report.log(logger)
+        return report
 
     def close(self) -> None:
         """See ``Store``; the servers go on."""
