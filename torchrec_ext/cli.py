@@ -137,9 +137,9 @@ def audit(
     from torchrec_ext.errors import CheckpointError
 
     try:
-        from torchrec_ext.checkpoint.audit import audit_checkpoint
-        from torchrec_ext.checkpoint.audit_repair import repair_checkpoint
-        from torchrec_ext.checkpoint.audit_values import MAX_MAGNITUDE
+        from torchrec_ext.checkpoint.audit.audit import audit_checkpoint
+        from torchrec_ext.checkpoint.audit.repair import repair_checkpoint
+        from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"an audit needs {error.name}, which is not installed: pip install torch"

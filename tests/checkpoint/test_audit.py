@@ -32,7 +32,7 @@ from tests.checkpoint.audit_cases import (
 )
 from tests.support.workers import start_process
 from torchrec_ext.checkpoint import AuditReport, Finding, audit_checkpoint
-from torchrec_ext.checkpoint.reading.crc import flipped_bits, flipped_word
+from torchrec_ext.checkpoint.audit.reading.crc import flipped_bits, flipped_word
 from torchrec_ext.store import AdaGrad, Adam, DenseTable, DynamicTable, StoreSnapshot
 
 ROWS = 1_000_000

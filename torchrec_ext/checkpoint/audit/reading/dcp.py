@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from torchrec_ext.checkpoint.reading.archives import Archive, NotPlain
-from torchrec_ext.checkpoint.reading.tensors import (
+from torchrec_ext.checkpoint.audit.reading.archives import Archive, NotPlain
+from torchrec_ext.checkpoint.audit.reading.tensors import (
     DamagedPart,
     NotRead,
     Part,
@@ -26,7 +26,7 @@ from torchrec_ext.checkpoint.reading.tensors import (
     TensorEntry,
     Unreadable,
 )
-from torchrec_ext.checkpoint.reading.trees import entries_of
+from torchrec_ext.checkpoint.audit.reading.trees import entries_of
 from torchrec_ext.errors import CheckpointError
 
 METADATA_NAME = ".metadata"

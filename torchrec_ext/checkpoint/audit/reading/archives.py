@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from torchrec_ext.checkpoint.reading.tensors import DamagedPart, Record, StoredTensor
+from torchrec_ext.checkpoint.audit.reading.tensors import DamagedPart, Record, StoredTensor
 from torchrec_ext.errors import CheckpointError
 
 ZIP_MAGIC = b"PK\x03\x04"

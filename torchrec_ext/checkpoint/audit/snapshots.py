@@ -9,16 +9,16 @@ from functools import reduce
 import numpy as np
 import torch
 
-from torchrec_ext.checkpoint.audit_arrange import SQUARES, Arrangement, Slot
-from torchrec_ext.checkpoint.audit_ids import values_of
-from torchrec_ext.checkpoint.audit_report import EXAMPLES, Finding
-from torchrec_ext.checkpoint.reading.tensors import (
+from torchrec_ext.checkpoint.audit.arrange import SQUARES, Arrangement, Slot
+from torchrec_ext.checkpoint.audit.ids import values_of
+from torchrec_ext.checkpoint.audit.reading.tensors import (
     LiveTensor,
     Part,
     Record,
     StoredTensor,
     TensorEntry,
 )
+from torchrec_ext.checkpoint.audit.report import EXAMPLES, Finding
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.saved import WEIGHT, SavedSnapshot, SavedTable, slot_keys_name, slot_name
 from torchrec_ext.store.snapshots import StoreSnapshot

@@ -10,8 +10,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from torchrec_ext.checkpoint.reading.archives import Archive
-from torchrec_ext.checkpoint.reading.tensors import (
+from torchrec_ext.checkpoint.audit.reading.archives import Archive
+from torchrec_ext.checkpoint.audit.reading.tensors import (
     DamagedPart,
     LiveTensor,
     NotRead,

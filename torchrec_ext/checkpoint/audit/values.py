@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchrec_ext.checkpoint.audit_report import EXAMPLES, Kind
+from torchrec_ext.checkpoint.audit.report import EXAMPLES, Kind
 
 MAX_MAGNITUDE = 2.0**32
 """Larger weights and gradients are absurd: float32 has steps of 512 there. Squares are above its square."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_ext.checkpoint.audit_arrange import Slot
-from torchrec_ext.checkpoint.audit_report import EXAMPLES, Finding
-from torchrec_ext.checkpoint.reading.tensors import DamagedPart, Part, TensorEntry
+from torchrec_ext.checkpoint.audit.arrange import Slot
+from torchrec_ext.checkpoint.audit.reading.tensors import DamagedPart, Part, TensorEntry
+from torchrec_ext.checkpoint.audit.report import EXAMPLES, Finding
 from torchrec_ext.zch.routing import NO_ID
 
 Ints = NDArray[np.int64]

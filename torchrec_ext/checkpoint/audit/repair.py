@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from torchrec_ext.checkpoint.audit import Audit, Opened, Progress, limit_of, open_checkpoint
-from torchrec_ext.checkpoint.audit_arrange import Slot
-from torchrec_ext.checkpoint.audit_ids import values_at
-from torchrec_ext.checkpoint.audit_report import EXAMPLES, AuditReport, Finding, Kind
-from torchrec_ext.checkpoint.audit_restore import Restored, restored_values
-from torchrec_ext.checkpoint.audit_values import MAX_MAGNITUDE, OnRows
-from torchrec_ext.checkpoint.repaired_files import write_rows
-from torchrec_ext.checkpoint.repaired_snapshots import write_snapshot
+from torchrec_ext.checkpoint.audit.arrange import Slot
+from torchrec_ext.checkpoint.audit.audit import Audit, Opened, Progress, limit_of, open_checkpoint
+from torchrec_ext.checkpoint.audit.ids import values_at
+from torchrec_ext.checkpoint.audit.repaired_files import write_rows
+from torchrec_ext.checkpoint.audit.repaired_snapshots import write_snapshot
+from torchrec_ext.checkpoint.audit.report import EXAMPLES, AuditReport, Finding, Kind
+from torchrec_ext.checkpoint.audit.restore import Restored, restored_values
+from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE, OnRows
 from torchrec_ext.errors import CheckpointError
 from torchrec_ext.store.saved import SavedSnapshot
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from torchrec_ext.checkpoint.audit_arrange import Slot
-from torchrec_ext.checkpoint.audit_restore import Restored
-from torchrec_ext.checkpoint.reading.archives import Archive
-from torchrec_ext.checkpoint.reading.dcp import DcpPart
-from torchrec_ext.checkpoint.reading.tensors import Part, Record, StoredTensor
+from torchrec_ext.checkpoint.audit.arrange import Slot
+from torchrec_ext.checkpoint.audit.reading.archives import Archive
+from torchrec_ext.checkpoint.audit.reading.dcp import DcpPart
+from torchrec_ext.checkpoint.audit.reading.tensors import Part, Record, StoredTensor
+from torchrec_ext.checkpoint.audit.restore import Restored
 from torchrec_ext.errors import CheckpointError
 
 

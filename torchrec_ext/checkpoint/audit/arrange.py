@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torchrec_ext.checkpoint import state_dicts
-from torchrec_ext.checkpoint.audit_report import Finding, Note
-from torchrec_ext.checkpoint.reading.tensors import NotRead, TensorEntry
+from torchrec_ext.checkpoint.audit.reading.tensors import NotRead, TensorEntry
+from torchrec_ext.checkpoint.audit.report import Finding, Note
 from torchrec_ext.store.tables import DenseTable
 
 Role = Literal["weight", "state", "ids", "rows", "keys", "other"]

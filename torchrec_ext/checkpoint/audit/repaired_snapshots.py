@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchrec_ext.checkpoint.audit_restore import Restored
+from torchrec_ext.checkpoint.audit.restore import Restored
 from torchrec_ext.store.saved import WEIGHT, SavedSnapshot, SavedTable, slot_keys_name, slot_name
 from torchrec_ext.store.saving import Pieces, SnapshotWriter
 from torchrec_ext.store.tables import DenseTable

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_ext.checkpoint.audit_arrange import Slot
-from torchrec_ext.checkpoint.audit_values import ValueChecks
-from torchrec_ext.checkpoint.reading.crc import flipped_word
-from torchrec_ext.checkpoint.reading.tensors import DamagedPart, Part, StoredTensor
+from torchrec_ext.checkpoint.audit.arrange import Slot
+from torchrec_ext.checkpoint.audit.reading.crc import flipped_word
+from torchrec_ext.checkpoint.audit.reading.tensors import DamagedPart, Part, StoredTensor
+from torchrec_ext.checkpoint.audit.values import ValueChecks
 
 # A value that is brought back is plausible if it is not much larger than the others.
 _LARGER = 4.0

@@ -9,16 +9,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.checkpoint.audit_arrange import PER_ROW, Arrangement, Slot, arrange
-from torchrec_ext.checkpoint.audit_ids import id_findings, values_at
-from torchrec_ext.checkpoint.audit_report import AuditReport, Finding, Kind, SlotAudit
-from torchrec_ext.checkpoint.audit_snapshots import arrange_live, arrange_saved, key_findings
-from torchrec_ext.checkpoint.audit_values import MAX_MAGNITUDE, OnRows, ValueChecks
-from torchrec_ext.checkpoint.reading.archives import ZIP_MAGIC, Archive, load_in_memory
-from torchrec_ext.checkpoint.reading.crc import flipped_bits
-from torchrec_ext.checkpoint.reading.dcp import DcpCheckpoint, is_dcp, nested_lists
-from torchrec_ext.checkpoint.reading.tensors import DamagedPart, Part, StoredTensor
-from torchrec_ext.checkpoint.reading.trees import entries_of
+from torchrec_ext.checkpoint.audit.arrange import PER_ROW, Arrangement, Slot, arrange
+from torchrec_ext.checkpoint.audit.ids import id_findings, values_at
+from torchrec_ext.checkpoint.audit.reading.archives import ZIP_MAGIC, Archive, load_in_memory
+from torchrec_ext.checkpoint.audit.reading.crc import flipped_bits
+from torchrec_ext.checkpoint.audit.reading.dcp import DcpCheckpoint, is_dcp, nested_lists
+from torchrec_ext.checkpoint.audit.reading.tensors import DamagedPart, Part, StoredTensor
+from torchrec_ext.checkpoint.audit.reading.trees import entries_of
+from torchrec_ext.checkpoint.audit.report import AuditReport, Finding, Kind, SlotAudit
+from torchrec_ext.checkpoint.audit.snapshots import arrange_live, arrange_saved, key_findings
+from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE, OnRows, ValueChecks
 from torchrec_ext.errors import CheckpointError
 from torchrec_ext.store.saved import SavedSnapshot, is_saved_snapshot
 from torchrec_ext.store.snapshots import StoreSnapshot
