@@ -19,6 +19,9 @@ IDS = [*range(-2, 44), 61, 99, 1000, 2**40, -(2**63), INT64_MAX - 1, INT64_MAX]
 """Ids that logs speak of, and some that they never do."""
 
 
+Rows = dict[int, NDArray[np.float32]]
+
+
 @dataclass
 class Table:
     """A table as a model would hold it: what each id owns, and what others get."""
@@ -67,9 +70,7 @@ class LogWriter:
         self._rng = np.random.default_rng(seed)
         self._generation = 0
         self._previous: DumpId | None = None
-        self._history: list[
-            tuple[DumpId, dict[str, dict[int, NDArray[np.float32]]], dict[str, set[int]]]
-        ] = []
+        self._history: list[tuple[DumpId, dict[str, Rows], dict[str, set[int]]]] = []
         self._supersedes: tuple[DumpId, ...] = ()
         self._said: dict[str, set[int]] = {}
 

@@ -40,6 +40,8 @@ class RedisServer:
     def start(self) -> None:
         """Starts it, and waits until it answers."""
         import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
 
         assert BINARY is not None
         self._process = subprocess.Popen(
@@ -54,7 +56,7 @@ class RedisServer:
         deadline = time.monotonic() + _READY_SECONDS
         while True:
             try:
-                redis.Redis(unix_socket_path=str(self.socket)).ping()
+                redis.Redis(unix_socket_path=str(self.socket), retry=Retry(NoBackoff(), 0)).ping()
                 return
             except redis.AuthenticationError:
                 return

@@ -20,7 +20,10 @@ from torchrec_ext.errors import DeltaLogError
 
 @dataclass(frozen=True)
 class _Group:
-    """One row group. ``latest`` is where no later row of these dumps speaks of the same key; None: everywhere."""
+    """One row group.
+
+    ``latest`` is where no later row of these dumps speaks of the same key; None: everywhere.
+    """
 
     path: Path
     index: int
@@ -99,7 +102,7 @@ class Scan:
         found = {}
         for fqn, info in self._last.tables.items():
             try:
-                found[fqn] = (info, *_fallback_of(info, rows.filter(pc.field("table_fqn") == fqn)))
+                found[fqn] = (info, *_fallback_of(info, rows.filter(pc.equal(rows["table_fqn"], fqn))))
             except ValueError as error:
                 where = self._last.dump.directory
                 raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error

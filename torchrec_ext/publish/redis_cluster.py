@@ -43,7 +43,7 @@ class Cluster(Wire):
             return None, []
         return first, rows
 
-    def keys(self) -> Iterator[bytes]:
+    def all_keys(self) -> Iterator[bytes]:
         """See ``Wire``."""
         for pattern in self.names.patterns():
             yield from self._client.scan_iter(match=pattern, count=10_000)

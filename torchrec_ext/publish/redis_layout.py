@@ -9,8 +9,8 @@ With the prefix ``P``, and braces as they stand (they put the four into one slot
     {P}:publisher   who may write
     P:N:<16 hex>    the row of a key of table number N; the key as an unsigned 64-bit integer
 
-A row is its vector, little-endian: float32, or float16 if that is the table's dtype. A row with one byte more,
-or with none at all, belongs to a deleted key.
+A row is its vector, little-endian: float32, or float16 if that is the table's dtype. A row with one byte
+more, or with none at all, belongs to a deleted key.
 """
 
 from __future__ import annotations

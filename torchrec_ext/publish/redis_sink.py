@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.errors import PublishError, SinkUnavailableError
-from torchrec_ext.publish.changes import Change
 from torchrec_ext.publish.redis_layout import (
     Catalog,
     decode_rows,
@@ -22,6 +22,9 @@ from torchrec_ext.publish.redis_layout import (
 from torchrec_ext.publish.redis_wire import Wire, Writer, connect, fenced_off, speaking, split_prefix
 from torchrec_ext.publish.served import Position, ServedTable
 from torchrec_ext.publish.sink import Sink, without_credentials
+
+if TYPE_CHECKING:
+    from torchrec_ext.publish.changes import Change
 
 logger = logging.getLogger(__name__)
 
@@ -126,26 +129,26 @@ class RedisSink(Sink):
 
     def _prepare(self, change: Change) -> Catalog:
         """Takes the sink over, and finds it as the change expects it."""
-        if self._token is None:
-            token = secrets.token_hex(16).encode()
-            self._wire.take_over(token)
-            self._token = token
+        publisher = self._names.of("publisher")
+        if self._wire.get("tables") == [None]:
+            for key in self._wire.all_keys():
+                if key != publisher.encode():
+                    raise self._foreign(key)
+        (present,) = self._wire.get("publisher")
+        if self._token is None or present is None:  # None: Redis lost its memory, or this is its first dump
             self._warn_of_eviction()
-        elif self._wire.get("publisher") != [self._token]:
+            self._token = secrets.token_hex(16).encode()
+            self._wire.take_over(self._token)
+        elif present != self._token:
             self._token = None
             raise fenced_off()
         # Only now: nobody else writes any more.
         base = self.position()
         if base != change.base and not change.replaces:
-            raise SinkUnavailableError(
-                f"{self} holds {base or 'nothing'} now, not {change.base or 'nothing'}"
-            )
+            raise SinkUnavailableError(f"{self} now holds {base}, not {change.base}")
         data, vectors = self._wire.get("tables", "fallbacks")
-        if data is not None and vectors is not None:
+        if data is not None:
             return self._decode(data, vectors)
-        for key in self._wire.keys():
-            if key != self._names.of("publisher").encode():
-                raise self._foreign(key)
         with self._wire.writing(self._token) as writer:  # from here on the prefix is ours
             self._write_catalog(writer, Catalog())
         return Catalog()
@@ -153,20 +156,20 @@ class RedisSink(Sink):
     def _warn_of_eviction(self) -> None:
         if self._wire.evicts():
             logger.warning(
-                "%s: with its maxmemory-policy Redis throws rows away when it is full, and their keys are then "
+                "%s: with its maxmemory-policy Redis throws rows away when it is full; their keys are then "
                 "answered by fallback rows. Set it to noeviction or volatile-lru",
                 self,
             )
 
     def _read_catalog(self) -> Catalog:
         data, vectors = self._wire.get("tables", "fallbacks")
-        if data is None or vectors is None:
+        if data is None:
             raise PublishError(f"{self}: nothing was published here")
         return self._decode(data, vectors)
 
-    def _decode(self, data: bytes, vectors: bytes) -> Catalog:
+    def _decode(self, data: bytes, vectors: bytes | None) -> Catalog:
         try:
-            return Catalog.from_bytes(data, vectors)
+            return Catalog.from_bytes(data, vectors or b"")
         except ValueError as error:
             raise PublishError(f"{self}: {self._names.of('tables')}: {error}. {_ANOTHER_PREFIX}") from error
 
@@ -193,7 +196,7 @@ class RedisSink(Sink):
         """The rows that are here and are not to be kept, some thousands at a time."""
         tables = {number: fqn for fqn, number in catalog.numbers.items()}
         found: dict[int, list[int]] = {}
-        for key in self._wire.keys():
+        for key in self._wire.all_keys():
             if (row := self._names.row_of(key)) is None:
                 if not key.startswith(self._names.of("").encode()):
                     raise self._foreign(key)

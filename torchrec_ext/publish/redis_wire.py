@@ -45,7 +45,7 @@ class Wire(ABC):
         """The catalog's version, and rows none of which was deleted after it changed to a later one."""
 
     @abstractmethod
-    def keys(self) -> Iterator[bytes]:
+    def all_keys(self) -> Iterator[bytes]:
         """All keys under the prefix."""
 
     @abstractmethod
@@ -180,7 +180,7 @@ class SingleServer(Wire):
             return None, []
         return found.pop(), [row for reply in replies for row in reply[1:]]
 
-    def keys(self) -> Iterator[bytes]:
+    def all_keys(self) -> Iterator[bytes]:
         """See ``Wire``."""
         for pattern in self.names.patterns():
             yield from self._client.scan_iter(match=pattern, count=10_000)
