@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
@@ -65,7 +68,7 @@ class RedisServer:
                 assert time.monotonic() < deadline, "redis-server does not answer"
                 time.sleep(0.01)
 
-    def client(self, **options: object) -> object:
+    def client(self, **options: Any) -> Any:
         """redis-py's own client."""
         import redis
 
@@ -87,3 +90,71 @@ class RedisServer:
         self.stop()
         if self._owned:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class RedisCluster:
+    """Two nodes on loopback that share the slots."""
+
+    def __init__(self) -> None:
+        import redis
+
+        assert BINARY is not None
+        self._directory = Path(tempfile.mkdtemp(prefix="trx-cluster-"))
+        ports = _free_ports(4)
+        self._processes = []
+        for number in range(2):
+            path = self._directory / str(number)
+            path.mkdir()
+            arguments = ["--port", str(ports[number]), "--cluster-port", str(ports[2 + number])]
+            arguments += ["--bind", "127.0.0.1", "--cluster-enabled", "yes", "--dir", str(path), "--save", ""]
+            self._processes.append(
+                subprocess.Popen([BINARY, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+        nodes = [redis.Redis(host="127.0.0.1", port=port) for port in ports[:2]]
+        _until(lambda: all(node.ping() for node in nodes))
+        for number, node in enumerate(nodes):
+            node.execute_command("CLUSTER ADDSLOTSRANGE", 8192 * number, 8192 * number + 8191)
+        nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", ports[1], ports[3])
+        _until(lambda: all(b"cluster_state:ok" in _info(node) for node in nodes))
+        self.url = f"redis://127.0.0.1:{ports[0]}"
+        self.nodes = nodes
+
+    def __enter__(self) -> RedisCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _info(node: Any) -> bytes:
+    found = node.execute_command("CLUSTER INFO")
+    return found if isinstance(found, bytes) else "".join(f"{k}:{v}" for k, v in found.items()).encode()
+
+
+def _until(holds: Callable[[], object]) -> None:
+    import redis
+
+    deadline = time.monotonic() + _READY_SECONDS
+    while True:
+        try:
+            if holds():
+                return
+        except redis.ConnectionError:
+            pass
+        assert time.monotonic() < deadline, "the cluster does not come up"
+        time.sleep(0.02)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
