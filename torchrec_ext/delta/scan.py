@@ -1,12 +1,15 @@
-"""Reads what a run of dumps changed, in pieces of bounded size: a row group at a time."""
+"""Reads what a run of dumps changed, in pieces of bounded size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
@@ -16,6 +19,9 @@ from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.replay import _fallback_of
 from torchrec_ext.errors import DeltaLogError
+
+T = TypeVar("T")
+_ROWS = 1 << 15  # in a piece
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,8 @@ class _Group:
 class Scan:
     """What became of each key in a run of dumps, as if they were one dump.
 
-    Of one dump nothing but a row group is ever in memory. Of several, their keys are: about 26 bytes per
-    row while they are compared, one after.
+    Of one dump nothing but a piece is ever in memory. Of several, their keys are: about 26 bytes per row
+    while they are compared, one after.
 
     Args:
         log: the log.
@@ -66,22 +72,33 @@ class Scan:
             self._groups = {fqn: _marked(groups) for fqn, groups in self._groups.items()}
 
     def upserts(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.float32]]]:
-        """Tables, keys int64 ``[n]`` and vectors float32 ``[n, dim]``; each key once."""
+        """Tables, keys int64 ``[n]`` and vectors float32 ``[n, dim]``; each key once.
+
+        The next rows are read on a thread of its own while the caller works on one.
+        """
+        return _ahead(self._upserts())
+
+    def _upserts(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.float32]]]:
         for fqn, groups in self._groups.items():
             for group in groups:
+                begin = 0
                 with pq.ParquetFile(group.path, memory_map=True) as file:
-                    rows = file.read_row_group(group.index, columns=["key_id", "op", "embedding"])
-                upsert = pc.equal(rows["op"], fmt.UPSERT).to_numpy()
-                keep = upsert if group.latest is None else upsert & group.latest
-                if keep.any():
-                    try:
-                        vectors = fmt.vectors_of(rows["embedding"].chunks, self._last.tables[fqn].dim)
-                    except ValueError as error:
-                        raise DeltaLogError(f"{group.where}: {error}") from error
-                    # Vectors stand for upserts only.
-                    if len(vectors) != upsert.sum():
-                        raise DeltaLogError(f"{group.where}: an upsert of {fqn} has no vector")
-                    yield fqn, rows["key_id"].to_numpy()[keep], vectors[keep[upsert]]
+                    columns = ["key_id", "op", "embedding"]
+                    for rows in file.iter_batches(_ROWS, row_groups=[group.index], columns=columns):
+                        latest = group.latest if group.latest is None else group.latest[begin:][: len(rows)]
+                        begin += len(rows)
+                        upsert = pc.equal(rows["op"], fmt.UPSERT).to_numpy(zero_copy_only=False)
+                        keep = upsert if latest is None else upsert & latest
+                        if keep.any():
+                            vectors = self._vectors(fqn, group, rows)
+                            yield fqn, rows["key_id"].to_numpy()[keep], vectors[keep[upsert]]
+
+    def _vectors(self, fqn: str, group: _Group, rows: pa.RecordBatch) -> NDArray[np.float32]:
+        """The vectors of the upserts among some rows, and of nothing else."""
+        try:
+            return fmt.vectors_of([rows["embedding"]], self._last.tables[fqn].dim)
+        except ValueError as error:
+            raise DeltaLogError(f"{group.where}: {error}") from error
 
     def deletes(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
         """Tables and keys int64 ``[n]`` that own no row any more; each key once."""
@@ -115,6 +132,14 @@ class Scan:
                 if group.latest is not None:
                     keys, upsert = keys[group.latest], upsert[group.latest]
                 yield fqn, group, keys, upsert
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    with ThreadPoolExecutor(1, "torchrec-ext-scan") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 def _read_keys(group: _Group) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
