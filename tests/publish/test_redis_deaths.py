@@ -68,7 +68,7 @@ def kill_this_process() -> None:
 
 def publish_one_by_one(directory: Path | str, url: str, **options: Any) -> None:
     with open_sink(url) as sink:
-        sink.one_by_one = True  # all kinds of dumps, not the one that they come to together
+        sink.takes = "each"  # all kinds of dumps, not the one that they come to together
         publish(directory, sink, **options)
 
 

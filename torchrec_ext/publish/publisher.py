@@ -156,10 +156,13 @@ class _Publisher:
         if not pending:
             self._committed, self._position = committed, base
             return base, False
-        if not self._restart:
-            pending = pending[: 1 if self._sink.one_by_one else _as_many(pending)]
+        replaces = self._restart or self._sink.takes == "everything"
+        if replaces:
+            pending = _pending(dumps, None, self._sink)
+        else:
+            pending = pending[: 1 if self._sink.takes == "each" else _as_many(pending)]
         began = time.monotonic()
-        change = Change(self._log, pending, base, self._on_delete, replaces=self._restart)
+        change = Change(self._log, pending, base, self._on_delete, replaces=replaces)
         self._sink.apply(change)
         self._restart = False
         self._told(change, pending, time.monotonic() - began)

@@ -81,25 +81,13 @@ class Catalog:
     dims: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     def following(self, tables: Mapping[str, ServedTable], *, replaces: bool) -> Catalog:
-        """The catalog with these tables in place of those it has.
-
-        Raises:
-            PublishError: a table has another dimension or dtype than its rows here, which are to stay.
-        """
+        """The catalog with these tables in place of those it has; what changed shape gets new numbers."""
         numbers, dims, last = dict(self.numbers), dict(self.dims), self.last_number
         if replaces:
             numbers = {fqn: number for fqn, number in numbers.items() if fqn in tables}
         for fqn, table in tables.items():
             shape = (table.dim, table.dtype)
-            if fqn in numbers and dims[fqn] != shape:
-                if not replaces:
-                    raise PublishError(
-                        f"{fqn} has dimension {table.dim} and dtype {table.dtype}, its rows here have "
-                        f"{dims[fqn][0]} and {dims[fqn][1]}: publish to another prefix "
-                        "(redis://...?prefix=NAME), or with restart=True, which writes all rows anew"
-                    )
-                del numbers[fqn]
-            if fqn not in numbers:
+            if fqn not in numbers or dims[fqn] != shape:
                 last += 1
                 numbers[fqn] = last
             dims[fqn] = shape

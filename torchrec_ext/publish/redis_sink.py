@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_ext.errors import PublishError, SinkUnavailableError
+from torchrec_ext.errors import PublishError
 from torchrec_ext.publish.redis_layout import (
     Catalog,
     decode_rows,
@@ -142,16 +142,14 @@ class RedisSink(Sink):
         elif present != self._token:
             self._token = None
             raise fenced_off()
-        # Only now: nobody else writes any more.
-        base = self.position()
-        if base != change.base and not change.replaces:
-            raise SinkUnavailableError(f"{self} now holds {base}, not {change.base}")
         data, vectors = self._wire.get("tables", "fallbacks")
+        catalog = Catalog() if data is None else self._decode(data, vectors)
+        self.expect(change, catalog.dims)  # only now: nobody else writes any more
         if data is not None:
-            return self._decode(data, vectors)
+            return catalog
         with self._wire.writing(self._token) as writer:  # from here on the prefix is ours
-            self._write_catalog(writer, Catalog())
-        return Catalog()
+            self._write_catalog(writer, catalog)
+        return catalog
 
     def _warn_of_eviction(self) -> None:
         if self._wire.evicts():

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_ext.errors import PublishError
+from torchrec_ext.errors import PublishError, SinkUnavailableError
 from torchrec_ext.publish.served import Position, ServedTable
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ class Sink(ABC):
     finds the rows. Opening one writes nothing.
 
     Attributes:
-        one_by_one: it wants each dump as a change of its own. Else a backlog comes as one.
+        takes: what a change holds: ``backlog``, all dumps that the sink lacks, as one; ``each``, one dump;
+            ``everything``, all rows of the log, whatever the sink held.
     """
 
-    one_by_one = False
+    takes: Literal["backlog", "each", "everything"] = "backlog"
 
     @abstractmethod
     def position(self) -> Position | None:
@@ -55,6 +56,29 @@ class Sink(ABC):
             PublishError: it cannot; the message says what to do.
             SinkUnavailableError: it does not answer now.
         """
+
+    def expect(self, change: Change, shapes: Mapping[str, tuple[int, str]]) -> None:
+        """Checks that a change fits what the sink holds; one that ``replaces`` always does.
+
+        Args:
+            change: the change.
+            shapes: dimension and dtype of the tables whose rows are here.
+
+        Raises:
+            PublishError: a table has another dimension or dtype than its rows here.
+            SinkUnavailableError: it holds another dump than the change was made for, by now.
+        """
+        if change.replaces:
+            return
+        for fqn, table in change.tables.items():
+            if (shape := shapes.get(fqn)) not in (None, (table.dim, table.dtype)):
+                raise PublishError(
+                    f"{self}: {fqn} has dimension {table.dim} and dtype {table.dtype}, its rows here have "
+                    f"{shape[0]} and {shape[1]}. Publish to another place, or with restart=True "
+                    "(torchrec-ext publish --restart), which writes all rows anew"
+                )
+        if (base := self.position()) != change.base:
+            raise SinkUnavailableError(f"{self} now holds {base}, not {change.base}")
 
     def tables(self) -> Mapping[str, ServedTable]:
         """The tables it answers for, as of its position."""
@@ -131,8 +155,10 @@ def without_credentials(url: str) -> str:
     if not separator:
         return url
     # By hand: a password may hold what a URL parser trips over, and its error would then quote it.
-    rest = rest.partition("?")[0].partition("#")[0]
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    before, _, query = rest.partition("?")
+    if "@" in query:  # a password with a question mark, or a query with a password: nobody knows
+        return f"{scheme}://..."
+    return f"{scheme}://{before.rpartition('@')[2]}"
 
 
 def path_of(url: str) -> str:
