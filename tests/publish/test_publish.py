@@ -78,7 +78,7 @@ def rows_of(change: Change) -> tuple[dict[int, list[float]], set[int]]:
         if fqn == "mc.t0"
         for key, vector in zip(keys.tolist(), vectors, strict=True)
     }
-    deletes = {key for fqn, keys in change.deletes() if fqn == "mc.t0" for key in keys.tolist()}
+    deletes = {key for fqn, keys, _ in change.deletes() if fqn == "mc.t0" for key in keys.tolist()}
     return upserts, deletes
 
 

@@ -8,14 +8,14 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.publish.deaths import at_line, kill_this_process, publish_one_by_one
 from tests.publish.fidelity import check
 from tests.support.logs import LogWriter, zch
 from tests.support.redis_servers import RedisServer, needs_redis
@@ -25,30 +25,6 @@ pytestmark = needs_redis
 pytest.importorskip("redis", reason="the extra redis is not installed")
 
 DEATHS = 30
-_TRACED = ("publisher.py", "redis_sink.py", "redis_wire.py", "scan.py")
-
-
-def at_line(number: int, then: Callable[[], None], do: Callable[[], Any]) -> int:
-    """Does something, and ``then`` before the publisher's ``number``-th line; returns how many it has."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.endswith(_TRACED):
-            return None
-        if event == "line":
-            count += 1
-            if count == number:
-                then()
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        do()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def publish_and_die(directory: str, deaths: dict[str, int]) -> None:
@@ -60,16 +36,6 @@ def publish_and_die(directory: str, deaths: dict[str, int]) -> None:
             at_line(line, kill_this_process, partial(publish_one_by_one, directory, url))
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, url
-
-
-def kill_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def publish_one_by_one(directory: Path | str, url: str, **options: Any) -> None:
-    with open_sink(url) as sink:
-        sink.takes = "each"  # all kinds of dumps, not the one that they come to together
-        publish(directory, sink, **options)
 
 
 def state(server: RedisServer, prefix: str) -> dict[bytes, Any]:

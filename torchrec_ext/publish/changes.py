@@ -53,12 +53,16 @@ class Change:
         """Tables, keys int64 ``[n]`` and their vectors float32 ``[n, dim]``; each key once, n bounded."""
         return self._scan.upserts()
 
-    def deletes(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """Tables and keys int64 ``[n]`` that own no row any more; each key once, n bounded.
+    def deletes(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.float32] | None]]:
+        """Tables, keys int64 ``[n]`` that own no row any more, and what to put in its place; n bounded.
 
-        A key may never have been in the sink.
+        That is the keys' fallback rows, float32 ``[n, dim]``, if ``on_delete`` asks for them and the table
+        has any; else None. Each key comes once, and may never have been in the sink.
         """
-        return self._scan.deletes()
+        for fqn, keys in self._scan.deletes():
+            table = self.tables[fqn]
+            has_fallbacks = self.on_delete == "fallback_vector" and len(table.fallback)
+            yield fqn, keys, table.absent(keys) if has_fallbacks else None
 
     def keys(self) -> dict[str, NDArray[np.int64]]:
         """All keys of ``upserts``, sorted, by table."""

@@ -42,6 +42,7 @@ _CHANGES = pa.schema([*_ROWS, pa.field("remove", pa.bool_(), nullable=False)])
 _TABLES = pa.schema(
     [
         pa.field("table_fqn", pa.string(), nullable=False),
+        pa.field("covered", pa.bool_(), nullable=False),
         pa.field("version", pa.int64(), nullable=False),
         pa.field("served", pa.string(), nullable=False),
         pa.field("fallbacks", _VECTOR, nullable=False),
@@ -79,18 +80,26 @@ class DeltaLakeSink(LoadedSink):
     def apply(self, change: Change) -> None:
         """See ``Sink.apply``."""
         with self._speaking():
-            self.expect(change, self._shapes())
+            before = self._published()
+            plain = {fqn: json.loads(row["served"]) for fqn, row in before.items()}
+            self.expect(change, {fqn: (table["dim"], table["dtype"]) for fqn, table in plain.items()})
             properties = CommitProperties(custom_metadata={_DUMP: json.dumps(asdict(change.position))})
-            versions = {fqn: self._bring(fqn, change, properties) for fqn in change.tables}
+            versions = {
+                fqn: self._bring(fqn, change, properties, None if change.replaces else before.get(fqn))
+                for fqn in change.tables
+            }
             rows = [
                 {
                     "table_fqn": fqn,
+                    "covered": True,
                     "version": versions[fqn],
                     "served": json.dumps(table.to_json()),
                     "fallbacks": table.vectors().reshape(-1),
                 }
                 for fqn, table in change.tables.items()
             ]
+            if not change.replaces:  # a later dump may cover them again
+                rows += [{**row, "covered": False} for fqn, row in before.items() if fqn not in change.tables]
             write_deltalake(
                 f"{self._root}/{_PUBLISHED}",
                 pa.Table.from_pylist(rows, schema=_TABLES),
@@ -102,9 +111,9 @@ class DeltaLakeSink(LoadedSink):
         """See ``LoadedSink.load``."""
         tables = {}
         with self._speaking():
-            published = self._open(_PUBLISHED)
-            assert published is not None
-            for row in published.to_pyarrow_table().to_pylist():
+            for row in self._published().values():
+                if not row["covered"]:
+                    continue
                 plain = json.loads(row["served"])
                 block = np.array(row["fallbacks"], np.float32).reshape(-1, plain["dim"])
                 uri = f"{self._root}/{row['table_fqn']}"
@@ -115,24 +124,30 @@ class DeltaLakeSink(LoadedSink):
                 tables[row["table_fqn"]] = LoadedTable.of(served, rows["key_id"].to_numpy(), vectors)
         return tables
 
-    def _shapes(self) -> dict[str, tuple[int, str]]:
+    def _published(self) -> dict[str, dict[str, Any]]:
+        """What was published last of each table, and as which version."""
         published = self._open(_PUBLISHED)
-        rows = [] if published is None else published.to_pyarrow_table(["table_fqn", "served"]).to_pylist()
-        plain = {row["table_fqn"]: json.loads(row["served"]) for row in rows}
-        return {fqn: (table["dim"], table["dtype"]) for fqn, table in plain.items()}
+        rows = [] if published is None else published.to_pyarrow_table().to_pylist()
+        return {row["table_fqn"]: row for row in rows}
 
-    def _bring(self, fqn: str, change: Change, properties: CommitProperties) -> int:
-        """Makes the version of one table; returns its number."""
+    def _bring(
+        self, fqn: str, change: Change, properties: CommitProperties, before: dict[str, Any] | None
+    ) -> int:
+        """Makes the version of one table, on top of what was published before; returns its number."""
         uri = f"{self._root}/{fqn}"
         table = self._open(fqn)
-        if table is not None and not change.replaces and self._dump_of(table) == change.position:
-            return table.version()  # made before we were cut short
-        if table is None or change.replaces:
+        if table is not None:
+            dump = self._dump_of(table)
+        if table is None or before is None:
             rows = pa.RecordBatchReader.from_batches(_ROWS, _rows(fqn, change))
             write_deltalake(
                 uri, rows, mode="overwrite", schema_mode="overwrite", commit_properties=properties
             )
             return DeltaTable(uri).version()
+        if table.version() != before["version"]:
+            if dump == change.position:
+                return table.version()  # made before we were cut short
+            table.restore(before["version"], commit_properties=properties)  # of a dump that is void by now
         changes = pa.RecordBatchReader.from_batches(_CHANGES, _changes(fqn, change))
         first = next(changes, None)
         if first is None:  # a merge of nothing makes no version
@@ -183,13 +198,9 @@ def _rows(fqn: str, change: Change) -> Iterator[pa.RecordBatch]:
 def _changes(fqn: str, change: Change) -> Iterator[pa.RecordBatch]:
     for keys, vectors in _upserts(fqn, change):
         yield _batch(keys, vectors, False, remove=False)
-    for name, keys in change.deletes():
-        if name != fqn:
-            continue
-        if change.on_delete == "fallback_vector":
-            yield _batch(keys, change.tables[fqn].absent(keys), True, remove=False)
-        else:
-            yield _batch(keys, None, True, remove=change.on_delete == "delete")
+    for name, keys, substitutes in change.deletes():
+        if name == fqn:
+            yield _batch(keys, substitutes, True, remove=change.on_delete == "delete")
 
 
 def _upserts(fqn: str, change: Change) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:

@@ -156,11 +156,15 @@ class _Publisher:
         if not pending:
             self._committed, self._position = committed, base
             return base, False
-        replaces = self._restart or self._sink.takes == "everything"
-        if replaces:
-            pending = _pending(dumps, None, self._sink)
+        replaces = self._restart
+        if self._sink.takes == "everything":
+            replaces, pending = True, _pending(dumps, None, self._sink)
+        elif replaces:
+            pending = _of_the_same_tables(pending)
+        elif self._sink.takes == "each":
+            pending = pending[:1]
         else:
-            pending = pending[: 1 if self._sink.takes == "each" else _as_many(pending)]
+            pending = _of_the_same_tables(_not_too_many(pending))
         began = time.monotonic()
         change = Change(self._log, pending, base, self._on_delete, replaces=replaces)
         self._sink.apply(change)
@@ -216,10 +220,17 @@ def _pending(dumps: list[Manifest], position: Position | None, sink: Sink) -> li
     return [dump for dump in dumps[start:] if dump.dump not in void]
 
 
-def _as_many(pending: list[Manifest]) -> int:
-    """How many dumps to bring at once."""
+def _not_too_many(pending: list[Manifest]) -> list[Manifest]:
     rows = itertools.accumulate(dump.rows for dump in pending)
-    return max(1, sum(total <= _ROWS_AT_ONCE for total in rows))
+    return pending[: max(1, sum(total <= _ROWS_AT_ONCE for total in rows))]
+
+
+def _of_the_same_tables(pending: list[Manifest]) -> list[Manifest]:
+    """The first dumps, as far as they cover the same tables.
+
+    A change says nothing of a table that its last dump does not cover, and that a later one may cover again.
+    """
+    return list(itertools.takewhile(lambda dump: dump.tables.keys() == pending[0].tables.keys(), pending))
 
 
 def _waits() -> Iterator[float]:

@@ -20,15 +20,13 @@ from torchrec_ext.publish.redis_layout import (
     row_bytes,
 )
 from torchrec_ext.publish.redis_wire import Wire, Writer, connect, fenced_off, speaking, split_prefix
-from torchrec_ext.publish.served import Position, ServedTable
+from torchrec_ext.publish.served import UNFINISHED, Position, ServedTable
 from torchrec_ext.publish.sink import Sink, without_credentials
 
 if TYPE_CHECKING:
     from torchrec_ext.publish.changes import Change
 
 logger = logging.getLogger(__name__)
-
-_DELETED = np.zeros(1, np.uint8)
 
 
 class RedisSink(Sink):
@@ -74,12 +72,19 @@ class RedisSink(Sink):
             before = self._prepare(change)
             after = before.following(change.tables, replaces=change.replaces)
             with self._wire.writing(self._own_token()) as writer:
+                if change.replaces:
+                    writer.set({"position": position_to_bytes(UNFINISHED)})
                 for fqn, keys, vectors in change.upserts():
                     writer.set_rows(after.numbers[fqn], keys, encode_rows(change.tables[fqn], vectors))
                 self._write_catalog(writer, after)
-                for fqn, keys in change.deletes():
-                    self._delete(writer, after, change, fqn, keys)
-                if change.replaces:
+                for fqn, keys, substitutes in change.deletes():
+                    if change.on_delete == "delete":
+                        writer.delete_rows(after.numbers[fqn], keys)
+                    else:
+                        values = _deleted(change.tables[fqn], keys, substitutes)
+                        writer.set_rows(after.numbers[fqn], keys, values)
+                # A first publication may have been begun before, from another log.
+                if change.replaces or change.base is None:
                     for number, keys in self._left_over(after, change.keys()):
                         writer.delete_rows(number, keys)
                 writer.set({"position": position_to_bytes(change.position)})
@@ -175,19 +180,6 @@ class RedisSink(Sink):
         data, vectors = catalog.to_bytes()
         writer.set({"tables": data, "fallbacks": vectors, "version": catalog.version.encode()})
 
-    def _delete(
-        self, writer: Writer, catalog: Catalog, change: Change, fqn: str, keys: NDArray[np.int64]
-    ) -> None:
-        number, table = catalog.numbers[fqn], change.tables[fqn]
-        if change.on_delete == "delete":
-            writer.delete_rows(number, keys)
-        elif change.on_delete == "tombstone" or table.key_space == "row":
-            writer.set_rows(number, keys, np.empty((len(keys), 0), np.uint8))
-        else:
-            values = encode_rows(table, table.absent(keys))
-            mark = np.broadcast_to(_DELETED, (len(keys), 1))
-            writer.set_rows(number, keys, np.concatenate([values, mark], axis=1))
-
     def _left_over(
         self, catalog: Catalog, kept: Mapping[str, NDArray[np.int64]]
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -211,6 +203,16 @@ class RedisSink(Sink):
 
     def _foreign(self, key: bytes) -> PublishError:
         return PublishError(f"{self} holds other data, such as the key {key!r}. {_ANOTHER_PREFIX}")
+
+
+def _deleted(
+    table: ServedTable, keys: NDArray[np.int64], substitutes: NDArray[np.float32] | None
+) -> NDArray[np.uint8]:
+    """The values of deleted keys that leave something, uint8 ``[n, bytes]``."""
+    if substitutes is None:
+        return np.empty((len(keys), 0), np.uint8)
+    mark = np.zeros((len(keys), 1), np.uint8)
+    return np.concatenate([encode_rows(table, substitutes), mark], axis=1)
 
 
 _ANOTHER_PREFIX = "Choose a prefix of your own: redis://...?prefix=NAME"

@@ -30,7 +30,13 @@ class Position:
     created_unix: float
 
     def __str__(self) -> str:
+        if self == UNFINISHED:
+            return "a publication from scratch that was cut short"
         return f"step {self.step} of generation {self.generation}"
+
+
+UNFINISHED = Position(-1, -1, 0.0)
+"""Where a sink stands while all it holds is replaced: rows of two logs may be there side by side."""
 
 
 @dataclass(frozen=True)

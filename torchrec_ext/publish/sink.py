@@ -50,7 +50,8 @@ class Sink(ABC):
         """Makes the change, and stores ``change.position`` once all of it is there to stay.
 
         May be cut short anywhere, and is then called again with a change that names the same keys, and
-        perhaps more.
+        perhaps more. Only a change that ``replaces`` may be followed by one of another log, if the position
+        is ``UNFINISHED`` meanwhile.
 
         Raises:
             PublishError: it cannot; the message says what to do.
