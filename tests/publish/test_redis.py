@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +185,37 @@ def test_another_log_is_refused_and_restart_replaces_what_was_there(
             client.lookup("mc.t1", [1])
     prefix = url.partition("=")[2]
     assert len(list(server.client().scan_iter(f"{prefix}:*"))) == 3, "rows of the first log are left"
+
+
+def test_two_logs_never_mix_when_a_publication_is_cut_short(
+    server: RedisServer, url: str, writer: LogWriter, tmp_path: Path
+) -> None:
+    redis = server.client()
+    prefix = url.partition("=")[2]
+    other = large_log(tmp_path / "other", 20_000)
+
+    def publish_a_part(**options: Any) -> None:
+        redis.config_set("maxmemory", redis.info("memory")["used_memory"] + 2_000_000)
+        try:
+            with pytest.raises(PublishError, match="Redis is full"):
+                publish(other.directory, url, **options)
+        finally:
+            redis.config_set("maxmemory", 0)
+        assert len(list(redis.scan_iter(f"{prefix}:*", 10_000))) > 3000
+
+    publish_a_part()
+    publish(writer.directory, url)  # nothing is published yet: what is there makes way
+    with EmbeddingClient(url) as client:
+        check(client, writer)
+    assert len(list(redis.scan_iter(f"{prefix}:*"))) == 8
+    publish_a_part(restart=True)
+    for log in (writer, other):
+        with pytest.raises(PublishError, match="holds a publication from scratch that was cut short"):
+            publish(log.directory, url)
+    publish(other.directory, url, restart=True)
+    with EmbeddingClient(url) as client:
+        check(client, other)
+    assert len(list(redis.scan_iter(f"{prefix}:*", 10_000))) == len(other.tables["mc.t0"].rows)
 
 
 def test_a_dimension_that_changed_is_refused_and_restart_takes_it(

@@ -175,6 +175,21 @@ def test_each_dump_is_a_version_that_names_it_and_can_be_travelled_to(
     assert np.array_equal(np.array(last[0]["embedding"], np.float32), rows[1])
 
 
+def test_tables_may_be_optimized_and_vacuumed(writer: LogWriter, tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake", reason="the extra deltalake is not installed")
+    url = f"deltalake://{tmp_path}/lake"
+    publish(writer.directory, url)
+    for name in ("mc.t0", "_published"):
+        table = deltalake.DeltaTable(f"{tmp_path}/lake/{name}")
+        table.optimize.z_order(["key_id" if name == "mc.t0" else "table_fqn"])
+        table.vacuum(0, enforce_retention_duration=False, dry_run=False)
+        assert "OPTIMIZE" in {commit["operation"] for commit in table.history()}
+    writer.dump(40, {"mc.t0": [9]}, {"mc.t0": [1]})
+    publish(writer.directory, url)
+    with EmbeddingClient(url) as client:
+        check(client, writer)
+
+
 def test_tables_of_others_are_refused(writer: LogWriter, tmp_path: Path) -> None:
     deltalake = pytest.importorskip("deltalake", reason="the extra deltalake is not installed")
     import pyarrow as pa

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _PUBLISHED = "_published"
 _DUMP = "torchrec_ext.dump"
+_MAINTENANCE = ("OPTIMIZE", "VACUUM", "SET TBLPROPERTIES")  # operations that change no row
+_COMMITS = 100  # to look through for the last dump
 _VECTOR = pa.list_(pa.float32())
 _ROWS = pa.schema(
     [
@@ -75,7 +77,7 @@ class DeltaLakeSink(LoadedSink):
         """See ``Sink.position``."""
         with self._speaking():
             table = self._open(_PUBLISHED)
-            return None if table is None else self._dump_of(table)
+            return None if table is None else self._last(table)[1]
 
     def apply(self, change: Change) -> None:
         """See ``Sink.apply``."""
@@ -137,16 +139,16 @@ class DeltaLakeSink(LoadedSink):
         uri = f"{self._root}/{fqn}"
         table = self._open(fqn)
         if table is not None:
-            dump = self._dump_of(table)
+            version, dump = self._last(table)
         if table is None or before is None:
             rows = pa.RecordBatchReader.from_batches(_ROWS, _rows(fqn, change))
             write_deltalake(
                 uri, rows, mode="overwrite", schema_mode="overwrite", commit_properties=properties
             )
             return DeltaTable(uri).version()
-        if table.version() != before["version"]:
+        if version != before["version"]:
             if dump == change.position:
-                return table.version()  # made before we were cut short
+                return version  # made before we were cut short
             table.restore(before["version"], commit_properties=properties)  # of a dump that is void by now
         changes = pa.RecordBatchReader.from_batches(_CHANGES, _changes(fqn, change))
         first = next(changes, None)
@@ -170,14 +172,17 @@ class DeltaLakeSink(LoadedSink):
         except TableNotFoundError:
             return None
 
-    def _dump_of(self, table: DeltaTable) -> Position:
-        told = table.history(1)[0].get(_DUMP)
-        if told is None:
-            raise PublishError(
-                f"{self}: the last version of {table.table_uri} was not made by publish. Restore the one "
-                "before, or publish to another path"
-            )
-        return Position(**json.loads(told))
+    def _last(self, table: DeltaTable) -> tuple[int, Position]:
+        """The last version that a dump made, and the dump."""
+        for commit in table.history(_COMMITS):
+            if commit.get(_DUMP) is not None:
+                return commit["version"], Position(**json.loads(commit[_DUMP]))
+            if not commit["operation"].startswith(_MAINTENANCE):
+                break
+        raise PublishError(
+            f"{self}: the last version of {table.table_uri} was not made by publish. Restore the one "
+            "before, or publish to another path"
+        )
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
