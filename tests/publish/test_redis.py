@@ -192,16 +192,16 @@ def test_two_logs_never_mix_when_a_publication_is_cut_short(
 ) -> None:
     redis = server.client()
     prefix = url.partition("=")[2]
-    other = large_log(tmp_path / "other", 20_000)
+    other = large_log(tmp_path / "other", 40_000)
 
     def publish_a_part(**options: Any) -> None:
-        redis.config_set("maxmemory", redis.info("memory")["used_memory"] + 2_000_000)
+        redis.config_set("maxmemory", redis.info("memory")["used_memory"] + 4_500_000)
         try:
             with pytest.raises(PublishError, match="Redis is full"):
                 publish(other.directory, url, **options)
         finally:
             redis.config_set("maxmemory", 0)
-        assert len(list(redis.scan_iter(f"{prefix}:*", 10_000))) > 3000
+        assert len(list(redis.scan_iter(f"{prefix}:*", 10_000))) > 1000
 
     publish_a_part()
     publish(writer.directory, url)  # nothing is published yet: what is there makes way
