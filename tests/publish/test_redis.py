@@ -184,7 +184,7 @@ def test_another_log_is_refused_and_restart_replaces_what_was_there(
         with pytest.raises(KeyError, match=r"holds no table mc\.t1"):
             client.lookup("mc.t1", [1])
     prefix = url.partition("=")[2]
-    assert len(list(server.client().scan_iter(f"{prefix}:*"))) == 3, "rows of the first log are left"
+    assert len(set(server.client().scan_iter(f"{prefix}:*"))) == 3, "rows of the first log are left"
 
 
 def test_two_logs_never_mix_when_a_publication_is_cut_short(
@@ -201,13 +201,13 @@ def test_two_logs_never_mix_when_a_publication_is_cut_short(
                 publish(other.directory, url, **options)
         finally:
             redis.config_set("maxmemory", 0)
-        assert len(list(redis.scan_iter(f"{prefix}:*", 10_000))) > 1000
+        assert len(set(redis.scan_iter(f"{prefix}:*", 10_000))) > 1000
 
     publish_a_part()
     publish(writer.directory, url)  # nothing is published yet: what is there makes way
     with EmbeddingClient(url) as client:
         check(client, writer)
-    assert len(list(redis.scan_iter(f"{prefix}:*"))) == 8
+    assert len(set(redis.scan_iter(f"{prefix}:*"))) == 8
     publish_a_part(restart=True)
     for log in (writer, other):
         with pytest.raises(PublishError, match="holds a publication from scratch that was cut short"):
@@ -215,7 +215,7 @@ def test_two_logs_never_mix_when_a_publication_is_cut_short(
     publish(other.directory, url, restart=True)
     with EmbeddingClient(url) as client:
         check(client, other)
-    assert len(list(redis.scan_iter(f"{prefix}:*", 10_000))) == len(other.tables["mc.t0"].rows)
+    assert len(set(redis.scan_iter(f"{prefix}:*", 10_000))) == len(other.tables["mc.t0"].rows)
 
 
 def test_a_dimension_that_changed_is_refused_and_restart_takes_it(
