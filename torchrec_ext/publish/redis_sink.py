@@ -69,7 +69,7 @@ class RedisSink(Sink):
     def apply(self, change: Change) -> None:
         """See ``Sink.apply``."""
         with speaking(self):
-            before = self._prepare(change)
+            before, is_new = self._prepare(change)
             after = before.following(change.tables, replaces=change.replaces)
             with self._wire.writing(self._own_token()) as writer:
                 if change.replaces:
@@ -84,7 +84,7 @@ class RedisSink(Sink):
                         values = _deleted(change.tables[fqn], keys, substitutes)
                         writer.set_rows(after.numbers[fqn], keys, values)
                 # A first publication may have been begun before, from another log.
-                if change.replaces or change.base is None:
+                if change.replaces or (change.base is None and not is_new):
                     for number, keys in self._left_over(after, change.keys()):
                         writer.delete_rows(number, keys)
                 writer.set({"position": position_to_bytes(change.position)})
@@ -108,6 +108,8 @@ class RedisSink(Sink):
                     break
                 catalog = self._read_catalog()
             self._catalog = catalog
+        if not catalog.tables:
+            raise PublishError(f"{self}: nothing was published here")
         if table not in catalog.tables:
             raise KeyError(f"{self} holds no table {table}; it holds {sorted(catalog.tables)}")
         served = catalog.tables[table]
@@ -132,8 +134,8 @@ class RedisSink(Sink):
         assert self._token is not None
         return self._token
 
-    def _prepare(self, change: Change) -> Catalog:
-        """Takes the sink over, and finds it as the change expects it."""
+    def _prepare(self, change: Change) -> tuple[Catalog, bool]:
+        """Takes the sink over, as the change expects it; returns its catalog, and whether that is new."""
         publisher = self._names.of("publisher")
         if self._wire.get("tables") == [None]:
             for key in self._wire.all_keys():
@@ -151,10 +153,10 @@ class RedisSink(Sink):
         catalog = Catalog() if data is None else self._decode(data, vectors)
         self.expect(change, catalog.dims)  # only now: nobody else writes any more
         if data is not None:
-            return catalog
+            return catalog, False
         with self._wire.writing(self._token) as writer:  # from here on the prefix is ours
             self._write_catalog(writer, catalog)
-        return catalog
+        return catalog, True
 
     def _warn_of_eviction(self) -> None:
         if self._wire.evicts():
