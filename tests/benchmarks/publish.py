@@ -16,7 +16,7 @@ from tests.support.logs import LogWriter, zch
 from tests.support.redis_servers import RedisServer
 from torchrec_ext.publish import EmbeddingClient, publish
 
-ROWS = 200_000
+ROWS = 500_000
 DIM = 64
 PIPELINE = 100
 IDS = 1000
@@ -70,7 +70,7 @@ def run(quick: bool) -> Result:
         },
         notes=(
             "publish: from the first look at the directory until the position is written: reads and checks "
-            "Parquet, connects, writes, over a unix socket; one thread",
+            "Parquet, connects, writes, over a unix socket; one thread reads, another writes",
             "redis-benchmark: as many SETs of as many bytes, random keys, 50 connections, the same socket",
         ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -390,6 +391,16 @@ def test_password_comes_from_the_url_or_the_environment(
         with EmbeddingClient(server.url) as client:
             check(client, writer)
     assert "s3cret" not in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_is_spoken_and_certificates_are_checked(writer: LogWriter) -> None:
+    with RedisServer.with_tls() as server:
+        publish(writer.directory, server.url)
+        with EmbeddingClient(server.url) as client:
+            check(client, writer)
+        with pytest.raises(SinkUnavailableError, match="certificate verify failed"):
+            publish(writer.directory, server.url.partition("?")[0], retry_seconds=0)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,28 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
+    @classmethod
+    def with_tls(cls) -> RedisServer:
+        """One that also speaks TLS on loopback, with a certificate of its own in ``ca.pem``."""
+        directory = Path(tempfile.mkdtemp(prefix="trx-redis-"))
+        certificate, key = directory / "ca.pem", directory / "key.pem"
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1"),
+                *("-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate), "-keyout", str(key)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        (port,) = _free_ports(1)
+        files = [f"--tls-{name}-file" for name in ("cert", "key", "ca-cert")]
+        paths = [str(certificate), str(key), str(certificate)]
+        options = [word for pair in zip(files, paths, strict=True) for word in pair]
+        server = cls(directory, "--tls-port", str(port), "--tls-auth-clients", "no", *options)
+        server._owned = True
+        server.url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        return server
+
     def start(self) -> None:
         """Starts it, and waits until it answers."""
         import redis

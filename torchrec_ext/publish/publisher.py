@@ -176,9 +176,13 @@ class _Publisher:
         """The names of committed dumps: cheap to look at, unlike their manifests."""
         root = Path(self._log.directory)
         seen = self._committed or frozenset()
+        try:
+            names = os.listdir(root)
+        except OSError as error:
+            raise DeltaLogError(f"{root} cannot be read: {error}") from error
         return frozenset(
             name
-            for name in os.listdir(root)
+            for name in names
             if DumpId.from_directory(name) and (name in seen or (root / name / MANIFEST_NAME).exists())
         )
 
