@@ -20,6 +20,11 @@ _TRACED = (
 
 def at_line(number: int, then: Callable[[], None], do: Callable[[], Any]) -> int:
     """Does something, and ``then`` before the publisher's ``number``-th line; returns how many it has."""
+    return at_lines(lambda count: count == number, then, do)
+
+
+def at_lines(chosen: Callable[[int], bool], then: Callable[[], None], do: Callable[[], Any]) -> int:
+    """The same before each line whose number is chosen; what ``then`` runs does not count."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -28,7 +33,7 @@ def at_line(number: int, then: Callable[[], None], do: Callable[[], Any]) -> int
             return None
         if event == "line":
             count += 1
-            if count == number:
+            if chosen(count):
                 then()
         return trace
 

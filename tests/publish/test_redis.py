@@ -10,7 +10,9 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.publish.deaths import at_lines
 from tests.publish.fidelity import SEEN, check, follow_schedule
 from tests.support.faults import log_of
 from tests.support.logs import IDS, TABLES, Event, LogWriter, events, zch
@@ -131,27 +134,51 @@ def test_readers_find_each_id_as_it_was_before_a_dump_or_as_it_is_after(url: str
     hidden = second.rename(tmp_path / second.name)
     publish(writer.directory, url)
     hidden.rename(second)
-    done = threading.Event()
-    wrong: list[int] = []
-    seen = {"before": 0, "after": 0, "between": 0}
+    wrong: set[int] = set()
+    seen: Counter[str] = Counter()
+    with EmbeddingClient(url) as kept, EmbeddingClient(url) as rare:
+        rare.lookup("mc.t0", ids)
 
-    def read() -> None:
-        with EmbeddingClient(url) as client:
-            while not done.is_set() or not seen["after"]:
+        def look() -> None:
+            # One client sees every state, the other one comes back after long.
+            for client in (kept, rare) if sum(seen.values()) % 20 == 0 else (kept,):
                 answers = client.lookup("mc.t0", ids)
                 old, new = ((answers == one).all(axis=1) for one in (before, after))
-                wrong.extend(ids[~(old | new)].tolist())
-                seen["before" if old.all() else "after" if new.all() else "between"] += 1
+                wrong.update(ids[~(old | new)].tolist())
+                seen["old" if old.all() else "new" if new.all() else "both"] += 1
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        publish(writer.directory, url)
-    finally:
-        done.set()
-        reader.join()
+        at_lines(lambda line: True, look, partial(publish, writer.directory, url))
     assert not wrong
-    assert seen["after"]
+    assert min(seen[kind] for kind in ("old", "both", "new")) > 10, seen
+
+
+def test_readers_on_another_thread_find_the_same(url: str, tmp_path: Path) -> None:
+    writer = large_log(tmp_path / "deltas")
+    ids = np.arange(0, 70_000, 70)
+    log = DeltaLog(writer.directory)
+    before, after = (log.replay(upto=step)["mc.t0"].lookup(ids) for step in (10, 20))
+    with open_sink(url) as sink:
+        sink.takes = "each"
+        began, done = threading.Event(), threading.Event()
+        wrong: list[int] = []
+
+        def read() -> None:
+            with EmbeddingClient(url) as client:
+                began.wait()
+                while not done.is_set():
+                    answers = client.lookup("mc.t0", ids)
+                    old, new = ((answers == one).all(axis=1) for one in (before, after))
+                    wrong.extend(ids[~(old | new)].tolist())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            publish(writer.directory, sink, on_published=lambda published: began.set())
+        finally:
+            began.set()
+            done.set()
+            reader.join()
+    assert not wrong
 
 
 def test_publishing_twice_writes_nothing_the_second_time(
@@ -287,6 +314,8 @@ def test_a_publisher_that_was_replaced_in_the_middle_writes_nothing_more(server:
     with pytest.raises(PublishError, match="another publisher"), old.writing(b"old") as writer:
         writer.set_rows(0, keys[:1], values[:1])
         new.take_over(b"new")
+        writer.set_rows(0, keys, values)
+    with pytest.raises(PublishError, match="another publisher"), old.writing(b"old") as writer:
         writer.set_rows(0, keys, values)
     assert list(new.all_keys()) == [b"{%s}:publisher" % names.prefix.encode()]
     old.close()
