@@ -107,6 +107,20 @@ def test_large_backlogs_come_in_parts(writer: LogWriter, monkeypatch: pytest.Mon
     assert sink.steps == [20, 30]
 
 
+def test_a_change_covers_the_tables_of_all_its_dumps(writer: LogWriter) -> None:
+    away = writer.tables.pop("mc.t1")
+    writer.dump(40, {"mc.t0": [5]})
+    writer.dump(50, {"mc.t0": [6]})
+    writer.tables["mc.t1"] = away
+    writer.dump(60, {"mc.t1": [40]})
+    for restart in (False, True):
+        sink = Keeper()
+        publish(writer.directory, sink, restart=restart)
+        assert sink.steps == [30, 50, 60]
+        assert [change.replaces for change in sink.changes] == [restart, False, False]
+        assert [set(change.tables) ^ set(TABLES) for change in sink.changes] == [set(), {"mc.t1"}, set()]
+
+
 @pytest.mark.parametrize("stands_at", [10, 20, 30])
 def test_void_dumps_are_never_applied_and_a_sink_that_holds_one_goes_on_with_what_replaced_it(
     writer: LogWriter, stands_at: int

@@ -86,6 +86,25 @@ def test_what_a_void_dump_half_wrote_is_undone(url: str, writer: LogWriter) -> N
         check(client, writer)
 
 
+def test_what_an_interrupted_restart_from_another_log_wrote_is_undone(
+    url: str, writer: LogWriter, tmp_path: Path
+) -> None:
+    other = LogWriter(tmp_path / "other", TABLES, seed=1)
+    other.dump(10, {"mc.t0": [20, 21], "mc.t1": [22], "ebc.rows": [5]})
+    for where in (url, f"{url}-whole"):
+        publish(writer.directory, where)
+    lines = at_line(-1, lambda: None, partial(publish, other.directory, f"{url}-whole", restart=True))
+    before = EmbeddingClient(url).position
+    for part in (0.7, 0.8, 0.6):
+        with pytest.raises(Interrupted):
+            at_line(int(part * lines), interrupt, partial(publish, other.directory, url, restart=True))
+        assert EmbeddingClient(url).position == before
+    writer.dump(40, {"mc.t0": [7]})
+    publish(writer.directory, url)
+    with EmbeddingClient(url) as client:
+        check(client, writer)
+
+
 def test_restart_replaces_another_log(url: str, writer: LogWriter, tmp_path: Path) -> None:
     publish(writer.directory, url)
     other = LogWriter(tmp_path / "other", {"mc.t0": zch(16, 2), "new": zch(8, 1)}, seed=1)
