@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from torchrec_ext import __version__
+from torchrec_ext.publish.cli import lookup_command, publish_command
 
 # Imported by the commands that need them, so that `--help` is quick: torch, and what imports it.
 
@@ -23,6 +24,10 @@ from torchrec_ext import __version__
 def main() -> None:
     """TorchRec extensions: fresh embeddings, from training to serving."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+main.add_command(publish_command)
+main.add_command(lookup_command)
 
 
 @main.command("serve-store")

@@ -33,3 +33,11 @@ class TableFullError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged or does not fit; the message names what, and says what to do."""
+
+
+class PublishError(RuntimeError):
+    """A sink cannot take what it is given; the message says what to do, and never holds a credential."""
+
+
+class SinkUnavailableError(PublishError):
+    """A sink does not answer now; ``publish`` tries again for a while."""
