@@ -23,6 +23,10 @@ class DeltaDumpError(RuntimeError):
     """A dump was not committed. Its rows are kept and go out with the next dump that succeeds."""
 
 
+class FencedError(DeltaDumpError):
+    """A dump was refused: a newer run has opened the log, and only the newest may write to it."""
+
+
 class StoreError(RuntimeError):
     """A store cannot be opened or reached, or is damaged; the message names the file or the address."""
 

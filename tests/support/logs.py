@@ -184,7 +184,8 @@ class LogWriter:
             stats=tuple(stats),
             supersedes=self._supersedes,
         )
-        fmt.write_atomically(path / MANIFEST_NAME, manifest.to_json())
+        fmt.write_synced(fmt.hidden(path / MANIFEST_NAME), manifest.to_json())
+        fmt.rename_hidden(path / MANIFEST_NAME)
 
 
 TABLES = {

@@ -151,7 +151,7 @@ class _Publisher:
         base = self._sink.position()
         if committed == self._committed and base == self._position:
             return base, False
-        dumps = self._log.dumps()
+        dumps = self._log.dumps(superseded=True)
         pending = _pending(dumps, None if self._restart else base, self._sink)
         if not pending:
             self._committed, self._position = committed, base
