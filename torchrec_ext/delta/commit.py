@@ -172,7 +172,7 @@ class Committer:
                 )
         self._own_files.append(path / name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
-        fmt.sync_directory(path)
+        fmt.sync(path)
         return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
 
     def _with_uncommitted(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
@@ -241,7 +241,7 @@ class Committer:
         # Readers see the dump by now: it is committed, though a power failure may still undo it.
         try:
             for directory in (path, self._directory):
-                fmt.sync_directory(directory)
+                fmt.sync(directory)
         except Exception:
             logger.warning("%s is committed, but may not be on the disk yet", path, exc_info=True)
 

@@ -276,9 +276,9 @@ def write_synced(path: Path, data: bytes) -> None:
         raise
 
 
-def sync_directory(directory: Path) -> None:
-    """Puts a directory's entries on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Puts a file, or a directory's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

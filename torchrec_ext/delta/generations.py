@@ -107,7 +107,7 @@ def claim(directory: Path) -> Generation:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    fmt.sync_directory(folder)
+    fmt.sync(folder)
     for older in sorted(folder.iterdir()):
         if (match := _NAME.fullmatch(older.name)) and int(match[1]) < number and _remove_open(older):
             logger.info("%s was not closed (%s); it cannot commit any more", older.name, _owner(older))

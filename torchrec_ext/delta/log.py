@@ -82,7 +82,7 @@ class DeltaLog:
             DeltaLogError: there is no such dump, or a file of it is missing or damaged.
         """
         dump = self._find(step, generation)
-        return self._read(dump, dump.parts, fmt.PART_SCHEMA)
+        return self.rows_of(dump, dump.parts, fmt.PART_SCHEMA)
 
     def replay(
         self,
@@ -109,7 +109,7 @@ class DeltaLog:
         """
         dumps = self._upto(upto)
         replay = self.history(dumps)
-        fallbacks = self._read(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
+        fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
         return replay.states(dumps[-1], fallbacks, hash_fns or {})
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
@@ -139,9 +139,9 @@ class DeltaLog:
         replay = Replay(keep)
         for dump in dumps:
             for part in dump.parts:
-                replay.add_part(dump, self._checked(dump, part, fmt.PART_SCHEMA))
+                replay.add_part(dump, self.checked_path(dump, part, fmt.PART_SCHEMA))
             for fallback in dump.fallbacks:
-                self._checked(dump, fallback, fmt.FALLBACK_SCHEMA)
+                self.checked_path(dump, fallback, fmt.FALLBACK_SCHEMA)
         return replay
 
     def _upto(self, upto: int | None) -> list[Manifest]:
@@ -152,10 +152,15 @@ class DeltaLog:
             raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
         return dumps[: last + 1]
 
-    def _read(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
+    def rows_of(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
+        """The rows of some of a dump's files, with the columns of ``schema``.
+
+        Raises:
+            DeltaLogError: a file is missing or damaged.
+        """
         tables = []
         for entry in files:
-            with pq.ParquetFile(self._checked(dump, entry, schema)) as file:
+            with pq.ParquetFile(self.checked_path(dump, entry, schema)) as file:
                 tables.append(file.read())
         return pa.concat_tables(tables)
 
@@ -166,8 +171,12 @@ class DeltaLog:
         which = "" if generation is None else f" of generation {generation}"
         raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
 
-    def _checked(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
-        """The path of a dump's file, after a check that the file is what the manifest says."""
+    def checked_path(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
+        """The path of a dump's file, after a check that the file is what the manifest says.
+
+        Raises:
+            DeltaLogError: it is not, or is missing.
+        """
         where = f"{dump.dump.directory}: {entry.name}"
         path = _no_symlink(self.directory / dump.dump.directory / entry.name)
         try:

@@ -36,6 +36,7 @@ class EmbeddingState:
         vectors: their vectors, float32 ``[n, dim]``.
         fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``; empty if
             the keys are ``row`` ids, which all have one.
+        exceptions: the vectors of ids that get another one than their shard's.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class EmbeddingState:
         self.keys = keys
         self.vectors = vectors
         self.fallback = fallback
-        self._exceptions = dict(exceptions)
+        self.exceptions = dict(exceptions)
         self._hash_function = hash_function
 
     def __len__(self) -> int:
@@ -91,7 +92,7 @@ class EmbeddingState:
         answers = np.empty((len(keys), self.info.dim), np.float32)
         answers[owned] = self.vectors[found[owned]]
         answers[~owned] = self.fallback[self.info.routing.shard_of(keys[~owned])]
-        for key, vector in self._exceptions.items():
+        for key, vector in self.exceptions.items():
             answers[keys == key] = vector
         return answers
 
@@ -189,7 +190,7 @@ class Replay:
             keys, winners = _latest_upserts(self._tables[fqn])
             vectors = _gather(self._tables[fqn], winners)
             try:
-                fallback, exceptions = _fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
+                fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
                 raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
@@ -289,7 +290,7 @@ def _nth_vector(upsert: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.cumsum(upsert, dtype=np.int32) - np.int32(1)
 
 
-def _fallback_of(
+def fallback_of(
     info: TableInfo, rows: pa.Table
 ) -> tuple[NDArray[np.float32], dict[int, NDArray[np.float32]]]:
     """The fallback row of each shard, and the vectors of ids that get another one.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest, TableInfo
-from torchrec_ext.delta.replay import _fallback_of
+from torchrec_ext.delta.replay import fallback_of
 from torchrec_ext.errors import DeltaLogError
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Scan:
         self._groups: dict[str, list[_Group]] = {}
         for dump in dumps:
             for part in dump.parts:
-                path = log._checked(dump, part, fmt.PART_SCHEMA)
+                path = log.checked_path(dump, part, fmt.PART_SCHEMA)
                 where = f"{dump.dump.directory}: {path.name}"
                 with pq.ParquetFile(path, memory_map=True) as file:
                     for index, fqn in fmt.row_groups(file):
@@ -115,11 +115,11 @@ class Scan:
 
     def fallbacks(self) -> dict[str, tuple[TableInfo, NDArray[np.float32], dict[int, NDArray[np.float32]]]]:
         """Of each table the last dump covers: what it says of it, its fallback rows, its exceptions."""
-        rows = self._log._read(self._last, self._last.fallbacks, fmt.FALLBACK_SCHEMA)
+        rows = self._log.rows_of(self._last, self._last.fallbacks, fmt.FALLBACK_SCHEMA)
         found = {}
         for fqn, info in self._last.tables.items():
             try:
-                found[fqn] = (info, *_fallback_of(info, rows.filter(pc.equal(rows["table_fqn"], fqn))))
+                found[fqn] = (info, *fallback_of(info, rows.filter(pc.equal(rows["table_fqn"], fqn))))
             except ValueError as error:
                 where = self._last.dump.directory
                 raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error

@@ -37,7 +37,7 @@ class DirectoryReader(LoadedSink):
         """See ``LoadedSink.load``."""
         return {
             fqn: LoadedTable(
-                ServedTable.of(state.info, state.fallback, state._exceptions), state.keys, state.vectors
+                ServedTable.of(state.info, state.fallback, state.exceptions), state.keys, state.vectors
             )
             for fqn, state in self._log.replay(upto=position.step).items()
         }

@@ -83,7 +83,7 @@ class ParquetSink(LoadedSink):
         described = {**_FORMAT, "position": asdict(position), "tables": tables}
         (hidden / _DESCRIPTION).write_text(json.dumps(described, indent=1))
         for file in hidden.iterdir():
-            _sync(file)
+            fmt.sync(file)
         self._show(hidden, name)
 
     def load(self, position: Position) -> dict[str, LoadedTable]:
@@ -147,7 +147,7 @@ class ParquetSink(LoadedSink):
         link.unlink(missing_ok=True)
         link.symlink_to(name)
         link.replace(shown)
-        _sync(self._root)
+        fmt.sync(self._root)
         for path in self._root.iterdir():
             if path.name not in (_CURRENT, name, before):
                 shutil.rmtree(path, ignore_errors=True)
@@ -176,11 +176,3 @@ def _write_fallbacks(path: Path, fqn: str, table: ServedTable) -> None:
         }
     )
     pq.write_table(rows, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
