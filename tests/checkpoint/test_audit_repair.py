@@ -78,7 +78,7 @@ def test_rows_that_are_damaged_start_anew_and_others_stay(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_value_that_was_overwritten_in_the_file_is_brought_back(kind: str, tmp_path: Path) -> None:
+def test_a_value_of_which_one_bit_was_flipped_in_the_file_is_brought_back(kind: str, tmp_path: Path) -> None:
     content = tensors(ROWS)
     SAVE[kind](content, tmp_path / "damaged")
     (file,) = [
@@ -86,8 +86,10 @@ def test_a_value_that_was_overwritten_in_the_file_is_brought_back(kind: str, tmp
     ]
     at = offset_of(file, content["weight"]) + 4 * (16 * 55 + 3)
     with file.open("r+b") as opened:
-        opened.seek(at)
-        opened.write(torch.tensor([1e37]).numpy().tobytes())
+        opened.seek(at + 3)
+        highest = opened.read(1)[0]
+        opened.seek(at + 3)
+        opened.write(bytes([highest ^ 0x40]))
     report = repair_checkpoint(tmp_path / "damaged", tmp_path / "repaired")
     assert {finding.kind for finding in report.audit.findings} == {"absurd", "checksum"}
     (repaired,) = report.repaired
