@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests.support.logs import TABLES, Event, LogWriter, play
+from tests.support.logs import TABLES, Event, LogWriter, play, zch
+from torchrec_ext.errors import PublishError
 from torchrec_ext.publish import EmbeddingClient, Sink, open_sink, publish
 
 SEEN: Counter[str] = Counter()
@@ -26,6 +28,43 @@ def check(client: EmbeddingClient, writer: LogWriter) -> int:
         assert not wrong.any(), f"{fqn}: {[i for i, w in zip(ids, wrong, strict=True) if w]}"
         count += len(ids)
     return count
+
+
+def check_that_nothing_was_published(url: str) -> None:
+    """An empty place says so."""
+    with EmbeddingClient(url) as client:
+        assert client.position is None
+        with pytest.raises(PublishError, match="nothing was published here"):
+            client.lookup("mc.t0", [1])
+
+
+def check_that_restart_replaces_another_log(url: str, writer: LogWriter, directory: Path, dim: int) -> None:
+    """What was published from another log goes, and not before it is asked for."""
+    publish(writer.directory, url)
+    other = LogWriter(directory, {"mc.t0": zch(dim, 2), "new": zch(8, 1)}, seed=1)
+    other.dump(10, {"mc.t0": [3, 7], "new": [1]})
+    with pytest.raises(PublishError, match="which is not in this log"):
+        publish(other.directory, url)
+    publish(other.directory, url, restart=True)
+    with EmbeddingClient(url) as client:
+        check(client, other)
+        assert set(client.tables) == {"mc.t0", "new"}
+        with pytest.raises(KeyError, match=r"holds no table mc\.t1"):
+            client.lookup("mc.t1", [1])
+
+
+def check_that_the_later_publisher_writes(url: str, writer: LogWriter) -> None:
+    """Of two publishers, the later one writes and the other is told."""
+    with open_sink(url) as first, open_sink(url) as second:
+        publish(writer.directory, first)
+        writer.dump(20, {"mc.t0": [4]})
+        publish(writer.directory, second)
+        writer.dump(30, {"mc.t0": [5]}, {"mc.t0": [4]})
+        with pytest.raises(PublishError, match="another publisher has taken over"):
+            publish(writer.directory, first)
+        publish(writer.directory, second)
+        with EmbeddingClient(url) as client:
+            check(client, writer)
 
 
 def follow_schedule(

@@ -13,9 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.publish.deaths import at_line, publish_one_by_one
-from tests.publish.fidelity import check, follow_schedule
+from tests.publish.fidelity import (
+    check,
+    check_that_nothing_was_published,
+    check_that_restart_replaces_another_log,
+    follow_schedule,
+)
 from tests.support.faults import full_disk
-from tests.support.logs import TABLES, Event, LogWriter, events, zch
+from tests.support.logs import TABLES, Event, LogWriter, events
 from torchrec_ext.publish import EmbeddingClient, PublishError, open_sink, publish
 
 pytest.importorskip("feast", reason="the extra feast is not installed")
@@ -99,24 +104,11 @@ def test_timestamps_only_grow(url: str, writer: LogWriter, tmp_path: Path) -> No
 
 
 def test_restart_replaces_another_log(url: str, writer: LogWriter, tmp_path: Path) -> None:
-    publish(writer.directory, url)
-    other = LogWriter(tmp_path / "other", {"mc.t0": zch(4, 2), "new": zch(8, 1)}, seed=1)
-    other.dump(10, {"mc.t0": [3, 7], "new": [1]})
-    with pytest.raises(PublishError, match="which is not in this log"):
-        publish(other.directory, url)
-    publish(other.directory, url, restart=True)
-    with EmbeddingClient(url) as client:
-        check(client, other)
-        assert set(client.tables) == {"mc.t0", "new"}
-        with pytest.raises(KeyError, match=r"holds no table mc\.t1"):
-            client.lookup("mc.t1", [1])
+    check_that_restart_replaces_another_log(url, writer, tmp_path / "other", 4)
 
 
 def test_empty_repository_says_that_nothing_was_published(url: str) -> None:
-    with EmbeddingClient(url) as client:
-        assert client.position is None
-        with pytest.raises(PublishError, match="nothing was published here"):
-            client.lookup("mc.t0", [1])
+    check_that_nothing_was_published(url)
 
 
 def test_no_repository_no_right_to_make_views_and_other_views_are_told(

@@ -22,7 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.publish.deaths import at_lines
-from tests.publish.fidelity import SEEN, check, follow_schedule
+from tests.publish.fidelity import (
+    SEEN,
+    check,
+    check_that_nothing_was_published,
+    check_that_the_later_publisher_writes,
+    follow_schedule,
+)
 from tests.support.faults import log_of
 from tests.support.logs import IDS, TABLES, Event, LogWriter, events, zch
 from tests.support.redis_servers import RedisServer, needs_redis
@@ -285,23 +291,11 @@ def test_other_data_under_the_prefix_is_refused_and_left_alone(
 
 
 def test_client_of_an_empty_server_says_that_nothing_was_published(url: str) -> None:
-    with EmbeddingClient(url) as client:
-        assert client.position is None
-        with pytest.raises(PublishError, match="nothing was published here"):
-            client.lookup("mc.t0", [1])
+    check_that_nothing_was_published(url)
 
 
 def test_of_two_publishers_the_later_one_writes_and_the_other_is_told(url: str, writer: LogWriter) -> None:
-    with open_sink(url) as first, open_sink(url) as second:
-        publish(writer.directory, first)
-        writer.dump(20, {"mc.t0": [4]})
-        publish(writer.directory, second)
-        writer.dump(30, {"mc.t0": [5]}, {"mc.t0": [4]})
-        with pytest.raises(PublishError, match="another publisher has taken over"):
-            publish(writer.directory, first)
-        publish(writer.directory, second)
-        with EmbeddingClient(url) as client:
-            check(client, writer)
+    check_that_the_later_publisher_writes(url, writer)
 
 
 def test_a_publisher_that_was_replaced_in_the_middle_writes_nothing_more(server: RedisServer) -> None:

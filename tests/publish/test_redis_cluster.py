@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.publish.fidelity import check, follow_schedule
+from tests.publish.fidelity import check, check_that_the_later_publisher_writes, follow_schedule
 from tests.support.logs import TABLES, Event, LogWriter, events
 from tests.support.redis_servers import RedisCluster, needs_redis
-from torchrec_ext.publish import EmbeddingClient, PublishError, open_sink, publish
+from torchrec_ext.publish import EmbeddingClient, publish
 
 pytestmark = needs_redis
 pytest.importorskip("redis", reason="the extra redis is not installed")
@@ -62,16 +62,6 @@ def test_rows_are_on_all_nodes_and_restart_finds_them_there(cluster: RedisCluste
 def test_of_two_publishers_the_later_one_writes_and_the_other_is_told(
     cluster: RedisCluster, tmp_path: Path
 ) -> None:
-    url = f"{cluster.url}?prefix=two"
     writer = LogWriter(tmp_path / "deltas", TABLES)
     writer.dump(10, {"mc.t0": [1]})
-    with open_sink(url) as first, open_sink(url) as second:
-        publish(writer.directory, first)
-        writer.dump(20, {"mc.t0": [4]})
-        publish(writer.directory, second)
-        writer.dump(30, {"mc.t0": [5]}, {"mc.t0": [4]})
-        with pytest.raises(PublishError, match="another publisher has taken over"):
-            publish(writer.directory, first)
-        publish(writer.directory, second)
-    with EmbeddingClient(url) as client:
-        check(client, writer)
+    check_that_the_later_publisher_writes(f"{cluster.url}?prefix=two", writer)

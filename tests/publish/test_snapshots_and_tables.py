@@ -15,7 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.publish.deaths import at_line, publish_one_by_one
-from tests.publish.fidelity import check, follow_schedule
+from tests.publish.fidelity import (
+    check,
+    check_that_nothing_was_published,
+    check_that_restart_replaces_another_log,
+    follow_schedule,
+)
 from tests.support.logs import TABLES, Event, LogWriter, events, zch
 from torchrec_ext.publish import EmbeddingClient, PublishError, open_sink, publish
 
@@ -110,15 +115,7 @@ def test_what_an_interrupted_restart_from_another_log_wrote_is_undone(
 
 
 def test_restart_replaces_another_log(url: str, writer: LogWriter, tmp_path: Path) -> None:
-    publish(writer.directory, url)
-    other = LogWriter(tmp_path / "other", {"mc.t0": zch(16, 2), "new": zch(8, 1)}, seed=1)
-    other.dump(10, {"mc.t0": [3, 7], "new": [1]})
-    with pytest.raises(PublishError, match="which is not in this log"):
-        publish(other.directory, url)
-    publish(other.directory, url, restart=True)
-    with EmbeddingClient(url) as client:
-        check(client, other)
-        assert set(client.tables) == {"mc.t0", "new"}
+    check_that_restart_replaces_another_log(url, writer, tmp_path / "other", 16)
 
 
 def test_tables_that_later_dumps_do_not_cover_are_gone_until_one_does(url: str, writer: LogWriter) -> None:
@@ -138,10 +135,7 @@ def test_tables_that_later_dumps_do_not_cover_are_gone_until_one_does(url: str, 
 
 
 def test_empty_places_say_that_nothing_was_published(url: str) -> None:
-    with EmbeddingClient(url) as client:
-        assert client.position is None
-        with pytest.raises(PublishError, match="nothing was published here"):
-            client.lookup("mc.t0", [1])
+    check_that_nothing_was_published(url)
 
 
 def test_duckdb_reads_a_snapshot(writer: LogWriter, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.store.kinds import KINDS, opened
 from tests.support.faults import full_disk, replaced_fsync
 from tests.support.workers import start_process
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.files import json_crc32
 from torchrec_ext.store import (
     SGD,
     AdaGrad,
@@ -46,7 +47,6 @@ from torchrec_ext.store.saved import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     SavedSnapshot,
-    crc32_of,
     is_saved_snapshot,
 )
 from torchrec_ext.store.saving import Pieces, SnapshotWriter
@@ -262,7 +262,7 @@ def edit(path: Path, edit_content: Callable[[Any], object]) -> None:
     content = json.loads((path / MANIFEST_NAME).read_bytes())
     del content["crc32"]
     edit_content(content)
-    (path / MANIFEST_NAME).write_text(json.dumps({**content, "crc32": crc32_of(content)}))
+    (path / MANIFEST_NAME).write_text(json.dumps({**content, "crc32": json_crc32(content)}))
 
 
 def array_of(content: Any, name: str) -> Any:

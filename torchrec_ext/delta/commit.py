@@ -28,6 +28,7 @@ from torchrec_ext.delta.manifest import (
 )
 from torchrec_ext.delta.ranks import leave
 from torchrec_ext.errors import DeltaDumpError, DeltaLogError, FencedError
+from torchrec_ext.files import sync
 from torchrec_ext.ranks import gather
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class Committer:
                 )
         self._own_files.append(path / name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
-        fmt.sync(path)
+        sync(path)
         return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
 
     def _with_uncommitted(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
@@ -241,7 +242,7 @@ class Committer:
         # Readers see the dump by now: it is committed, though a power failure may still undo it.
         try:
             for directory in (path, self._directory):
-                fmt.sync(directory)
+                sync(directory)
         except Exception:
             logger.warning("%s is committed, but may not be on the disk yet", path, exc_info=True)
 

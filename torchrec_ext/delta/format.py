@@ -8,18 +8,17 @@ changed and a fallback file with the vectors that answer ids without a row. This
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+
+from torchrec_ext.files import ChecksummedFile
 
 FORMAT_VERSION = 1
 UPSERT, DELETE = "upsert", "delete"
@@ -144,7 +143,7 @@ class ParquetFileWriter:
         self.rows = 0
         self._path = path
         self._hidden = hidden(path)
-        self._file = _ChecksummedFile(self._hidden)
+        self._file = ChecksummedFile(self._hidden)
         named = set(schema.names)
         try:
             self._writer = pq.ParquetWriter(
@@ -205,44 +204,6 @@ class ParquetFileWriter:
         self._hidden.unlink(missing_ok=True)
 
 
-class _ChecksummedFile(io.RawIOBase):
-    def __init__(self, path: Path) -> None:
-        self.nbytes = 0
-        self.crc32 = 0
-        self._raw: BinaryIO = path.open("xb", buffering=0)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        written = 0
-        while written < len(view):
-            written += self._raw.write(view[written:])
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.nbytes += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self.nbytes
-
-    def sync(self) -> None:
-        os.fsync(self._raw.fileno())
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-def file_crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    with path.open("rb") as file:
-        crc = 0
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
 def hidden(path: Path) -> Path:
     """The name a file has while it is written."""
     return path.with_name(f".{path.name}.tmp")
@@ -274,15 +235,6 @@ def write_synced(path: Path, data: bytes) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-
-
-def sync(path: Path) -> None:
-    """Puts a file, or a directory's entries, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId
 from torchrec_ext.errors import DeltaLogError, FencedError
+from torchrec_ext.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def claim(directory: Path) -> Generation:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    fmt.sync(folder)
+    sync(folder)
     for older in sorted(folder.iterdir()):
         if (match := _NAME.fullmatch(older.name)) and int(match[1]) < number and _remove_open(older):
             logger.info("%s was not closed (%s); it cannot commit any more", older.name, _owner(older))

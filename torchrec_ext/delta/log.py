@@ -11,11 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import in_chain_order, without_superseded
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
-from torchrec_ext.delta.replay import EmbeddingState, HashFunction, KeyFilter, Replay
+from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Replay
 from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.files import file_crc32
 
 
 class DeltaLog:
@@ -183,7 +185,7 @@ class DeltaLog:
             if (dump.dump, entry.name) not in self._verified:
                 if (size := path.stat().st_size) != entry.nbytes:
                     raise DeltaLogError(f"{where} has {size} bytes, the manifest says {entry.nbytes}")
-                if fmt.file_crc32(path) != entry.crc32:
+                if file_crc32(path) != entry.crc32:
                     raise DeltaLogError(f"{where} is damaged: its checksum is not the manifest's")
                 self._verified.add((dump.dump, entry.name))
             with pq.ParquetFile(path) as file:

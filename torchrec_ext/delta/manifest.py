@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import zlib
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
 from torchrec_ext.delta.format import FORMAT_VERSION, fallback_name, part_name
 from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.files import json_crc32
 from torchrec_ext.zch.routing import ShardRouting
 
 MANIFEST_NAME = "manifest.json"
@@ -195,7 +195,7 @@ class Manifest:
                 f"{directory}: format version {version!r}; this torchrec_ext reads version "
                 f"{FORMAT_VERSION}, use the one that wrote it or a newer one"
             )
-        if raw.pop("crc32", None) != _crc32(raw):
+        if raw.pop("crc32", None) != json_crc32(raw):
             raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is damaged: its checksum is not its own")
         try:
             manifest = cls(
@@ -243,12 +243,7 @@ class Manifest:
 def sealed(fields: dict[str, Any]) -> bytes:
     """The bytes of a manifest: its fields as JSON, with ``crc32``, the CRC-32 of all others, added."""
     fields = {name: value for name, value in fields.items() if name != "crc32"}
-    return json.dumps({**fields, "crc32": _crc32(fields)}, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _crc32(fields: dict[str, Any]) -> int:
-    # Of JSON in one form, so that white space does not matter.
-    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps({**fields, "crc32": json_crc32(fields)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
 _JSON_TYPES: dict[Any, Any] = {int: int, float: (int, float), str: str}

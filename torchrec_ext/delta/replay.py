@@ -14,13 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
+from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, find, hashed
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.errors import DeltaLogError
-
-HashFunction = Callable[[Any, int], Any]
-"""TorchRec's ``input_hash_func``: int64 ids (a tensor) and the hash size to hashed ids (a tensor)."""
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
 """Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``."""
@@ -76,36 +74,14 @@ class EmbeddingState:
             ValueError: the keys are ``row`` ids, and one is outside of the table, as it would be for the
                 model, or not in the log, which then began with ``first_dump="delta"``.
         """
-        keys = np.atleast_1d(np.asarray(ids))
-        if keys.size == 0:
-            return np.empty((0, self.info.dim), np.float32)
-        if keys.dtype.kind not in "iu" or keys.dtype == np.uint64:
-            raise TypeError(f"ids must be signed 64-bit integers, not {keys.dtype}")
-        keys = keys.astype(np.int64).reshape(-1)
-        if self._hash_function is not None:
-            keys = _hash(self._hash_function, keys, self.info.hash_size)
-        found = np.searchsorted(self.keys, keys)
-        found[found == len(self.keys)] = 0
-        owned = self.keys[found] == keys if len(self.keys) else np.zeros(len(keys), bool)
-        if self.info.key_space == "row" and not owned.all():
-            raise ValueError(self._missing(int(keys[~owned][0])))
-        answers = np.empty((len(keys), self.info.dim), np.float32)
-        answers[owned] = self.vectors[found[owned]]
-        answers[~owned] = self.fallback[self.info.routing.shard_of(keys[~owned])]
-        for key, vector in self.exceptions.items():
-            answers[keys == key] = vector
-        return answers
-
-    def _missing(self, row: int) -> str:
-        if 0 <= row < self.info.num_embeddings:
-            return f"{self.fqn}: row {row} is not in the log, which holds rows that changed since it began"
-        return f"{self.fqn} has rows 0 to {self.info.num_embeddings - 1}; got {row}"
-
-
-def _hash(function: HashFunction, ids: NDArray[np.int64], hash_size: int) -> NDArray[np.int64]:
-    import torch  # the function is the model's own and takes a tensor
-
-    return function(torch.from_numpy(ids), hash_size).cpu().numpy()
+        keys = as_keys(ids)
+        if self._hash_function is not None and len(keys):
+            keys = hashed(self._hash_function, keys, self.info.hash_size)
+        owned, at = find(self.keys, keys)
+        if self.info.key_space == "row":
+            missing = "is not in the log, which holds rows that changed since it began"
+            check_rows(self.fqn, keys, owned, self.info.num_embeddings, missing)
+        return answers(keys, owned, self.vectors[at], self.fallback, self.info.routing, self.exceptions)
 
 
 @dataclass

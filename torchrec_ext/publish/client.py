@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchrec_ext.publish.served import Position, ServedTable, as_keys
+from torchrec_ext.answers import HashFunction, as_keys, hashed
+from torchrec_ext.publish.served import Position, ServedTable
 from torchrec_ext.publish.sink import Sink, open_sink
 
 
@@ -40,7 +40,7 @@ class EmbeddingClient:
         self,
         url: str | os.PathLike[str],
         *,
-        hash_fns: Mapping[str, Callable[[Any, int], Any]] | None = None,
+        hash_fns: Mapping[str, HashFunction] | None = None,
     ) -> None:
         self._sink = _open(url)
         self._hash_fns = dict(hash_fns or {})
@@ -66,7 +66,7 @@ class EmbeddingClient:
         """
         keys = as_keys(ids)
         if table in self._hash_fns and len(keys):
-            keys = self._hashed(table, keys)
+            keys = hashed(self._hash_fns[table], keys, self._sink.tables()[table].hash_size)
         served, owned, vectors = self._sink.read(table, keys)
         return served.answer(table, keys, owned, vectors)
 
@@ -97,12 +97,6 @@ class EmbeddingClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _hashed(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        import torch  # the function is the model's own and takes a tensor
-
-        hash_size = self._sink.tables()[table].hash_size
-        return self._hash_fns[table](torch.from_numpy(keys), hash_size).cpu().numpy()
 
 
 def _open(url: str | os.PathLike[str]) -> Sink:

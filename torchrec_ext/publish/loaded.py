@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_ext.answers import find
 from torchrec_ext.errors import PublishError
 from torchrec_ext.publish.served import Position, ServedTable
 from torchrec_ext.publish.sink import Sink
@@ -30,11 +31,8 @@ class LoadedTable:
 
     def read(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
         """Which keys own a row, and the rows of those."""
-        if not len(self.keys):
-            return np.zeros(len(keys), np.bool_), self.vectors
-        found = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        owned = self.keys[found] == keys
-        return owned, self.vectors[found[owned]]
+        owned, at = find(self.keys, keys)
+        return owned, self.vectors[at]
 
 
 class LoadedSink(Sink):

@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.manifest import DumpId
 from torchrec_ext.errors import PublishError
+from torchrec_ext.files import sync
 from torchrec_ext.publish.loaded import LoadedSink, LoadedTable
 from torchrec_ext.publish.served import Position, ServedTable
 from torchrec_ext.publish.sink import path_of
@@ -72,7 +74,7 @@ class ParquetSink(LoadedSink):
             )
         self._own_root()
         position = change.position
-        name = f"step_{position.step:012d}.g{position.generation:04d}"
+        name = DumpId(position.generation, position.step).directory
         hidden = self._root / f".{name}.tmp"
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir()
@@ -83,7 +85,7 @@ class ParquetSink(LoadedSink):
         described = {**_FORMAT, "position": asdict(position), "tables": tables}
         (hidden / _DESCRIPTION).write_text(json.dumps(described, indent=1))
         for file in hidden.iterdir():
-            fmt.sync(file)
+            sync(file)
         self._show(hidden, name)
 
     def load(self, position: Position) -> dict[str, LoadedTable]:
@@ -147,7 +149,7 @@ class ParquetSink(LoadedSink):
         link.unlink(missing_ok=True)
         link.symlink_to(name)
         link.replace(shown)
-        fmt.sync(self._root)
+        sync(self._root)
         for path in self._root.iterdir():
             if path.name not in (_CURRENT, name, before):
                 shutil.rmtree(path, ignore_errors=True)

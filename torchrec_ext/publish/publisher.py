@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from torchrec_ext.delta.chain import without_superseded
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
 from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError
@@ -88,14 +90,10 @@ def publish(
     if on_delete not in get_args(OnDelete):
         raise ValueError(f"on_delete is {on_delete!r}; it takes one of {', '.join(get_args(OnDelete))}")
     log = log if isinstance(log, DeltaLog) else DeltaLog(log)
-    if isinstance(sink, str):
-        with open_sink(sink) as opened:
-            return _Publisher(log, opened, on_delete, on_published).run(
-                follow, restart, stop or threading.Event(), poll_seconds, retry_seconds
-            )
-    return _Publisher(log, sink, on_delete, on_published).run(
-        follow, restart, stop or threading.Event(), poll_seconds, retry_seconds
-    )
+    with open_sink(sink) if isinstance(sink, str) else contextlib.nullcontext(sink) as opened:
+        return _Publisher(log, opened, on_delete, on_published).run(
+            follow, restart, stop or threading.Event(), poll_seconds, retry_seconds
+        )
 
 
 class _Publisher:
@@ -211,7 +209,6 @@ def _pending(dumps: list[Manifest], position: Position | None, sink: Sink) -> li
     If the sink's own last dump is void, the first of them is the one that made it so, or a later one that
     made that one void in turn: it speaks of every key of those it replaced.
     """
-    void = {dump for manifest in dumps for dump in manifest.supersedes}
     start = 0
     if position is not None:
         start = next((n for n, dump in enumerate(dumps, 1) if position_of(dump) == position), 0)
@@ -221,7 +218,7 @@ def _pending(dumps: list[Manifest], position: Position | None, sink: Sink) -> li
                 "its dump was removed. Publish this log to another place, or publish it with restart=True "
                 "(torchrec-ext publish --restart): that writes everything anew and takes away the rest"
             )
-    return [dump for dump in dumps[start:] if dump.dump not in void]
+    return without_superseded(dumps[start:])  # a dump is made void by later ones only
 
 
 def _not_too_many(pending: list[Manifest]) -> list[Manifest]:

@@ -22,14 +22,6 @@ class Cluster(Wire):
     another one took over.
     """
 
-    def __init__(self, client: Any, names: Names) -> None:
-        super().__init__(names)
-        self._client = client
-
-    def get(self, *names: str) -> list[bytes | None]:
-        """See ``Wire``."""
-        return self._client.mget([self.names.of(name) for name in names])
-
     def get_rows(self, number: int, keys: NDArray[np.int64]) -> tuple[bytes | None, list[bytes | None]]:
         """See ``Wire``; one round trip to each node, and one more if a row is missing."""
         version = self.names.of("version")
@@ -43,19 +35,10 @@ class Cluster(Wire):
             return None, []
         return first, rows
 
-    def all_keys(self) -> Iterator[bytes]:
-        """See ``Wire``."""
-        for pattern in self.names.patterns():
-            yield from self._client.scan_iter(match=pattern, count=10_000)
-
     def evicts(self) -> bool:
         """See ``Wire``."""
         nodes = self._client.info("memory", target_nodes=self._client.PRIMARIES)
         return any(str(node.get("maxmemory_policy", "")).startswith("allkeys") for node in nodes.values())
-
-    def take_over(self, token: bytes) -> None:
-        """See ``Wire``."""
-        self._client.set(self.names.of("publisher"), token)
 
     @contextlib.contextmanager
     def writing(self, token: bytes) -> Iterator[Writer]:
@@ -63,10 +46,6 @@ class Cluster(Wire):
         writer = _Pipelines(self._client, self.names, token)
         yield writer
         writer.flush()
-
-    def close(self) -> None:
-        """See ``Wire``."""
-        self._client.close()
 
 
 class _Pipelines(Writer):

@@ -33,36 +33,38 @@ _KEYS_PER_COMMAND = 4096
 class Wire(ABC):
     """What the sink asks of Redis. Every method may raise what ``speaking`` translates."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, client: Any, names: Names) -> None:
+        self._client = client
         self.names = names
 
-    @abstractmethod
     def get(self, *names: str) -> list[bytes | None]:
         """Values of what there is once, all of one moment."""
+        return self._client.mget([self.names.of(name) for name in names])
 
     @abstractmethod
     def get_rows(self, number: int, keys: NDArray[np.int64]) -> tuple[bytes | None, list[bytes | None]]:
         """The catalog's version, and rows none of which was deleted after it changed to a later one."""
 
-    @abstractmethod
     def all_keys(self) -> Iterator[bytes]:
         """All keys under the prefix."""
+        for pattern in self.names.patterns():
+            yield from self._client.scan_iter(match=pattern, count=10_000)
 
     @abstractmethod
     def evicts(self) -> bool:
         """Whether the server throws rows away when its memory is full."""
 
-    @abstractmethod
     def take_over(self, token: bytes) -> None:
         """Keeps every other publisher from writing."""
+        self._client.set(self.names.of("publisher"), token)
 
     @abstractmethod
     def writing(self, token: bytes) -> contextlib.AbstractContextManager[Writer]:
         """A writer, for as long as the token is the last that took over."""
 
-    @abstractmethod
     def close(self) -> None:
         """Ends all connections."""
+        self._client.close()
 
 
 class Writer(ABC):
@@ -154,14 +156,6 @@ def fenced_off() -> PublishError:
 class SingleServer(Wire):
     """One server: lookups are one command, writes are transactions that only the present publisher makes."""
 
-    def __init__(self, client: Any, names: Names) -> None:
-        super().__init__(names)
-        self._client = client
-
-    def get(self, *names: str) -> list[bytes | None]:
-        """See ``Wire``."""
-        return self._client.mget([self.names.of(name) for name in names])
-
     def get_rows(self, number: int, keys: NDArray[np.int64]) -> tuple[bytes | None, list[bytes | None]]:
         """See ``Wire``; one round trip."""
         version = self.names.of("version").encode()
@@ -180,18 +174,9 @@ class SingleServer(Wire):
             return None, []
         return found.pop(), [row for reply in replies for row in reply[1:]]
 
-    def all_keys(self) -> Iterator[bytes]:
-        """See ``Wire``."""
-        for pattern in self.names.patterns():
-            yield from self._client.scan_iter(match=pattern, count=10_000)
-
     def evicts(self) -> bool:
         """See ``Wire``."""
         return str(self._client.info("memory").get("maxmemory_policy", "")).startswith("allkeys")
-
-    def take_over(self, token: bytes) -> None:
-        """See ``Wire``."""
-        self._client.set(self.names.of("publisher"), token)
 
     @contextlib.contextmanager
     def writing(self, token: bytes) -> Iterator[Writer]:
@@ -200,10 +185,6 @@ class SingleServer(Wire):
             writer = _Transactions(connection, self.names, token)
             yield writer
             writer.finish()
-
-    def close(self) -> None:
-        """See ``Wire``."""
-        self._client.close()
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:

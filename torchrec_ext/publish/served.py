@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
+from torchrec_ext.answers import answers, check_rows
 from torchrec_ext.zch.routing import ShardRouting
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class ServedTable:
 
     def absent(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model answers for keys that own no row, float32 ``[n, dim]``, exceptions aside."""
-        return self.fallback[ShardRouting(self.num_shards, self.block_size).shard_of(keys)]
+        return self.fallback[self._routing.shard_of(keys)]
 
     def answer(
         self, fqn: str, keys: NDArray[np.int64], owned: NDArray[np.bool_], vectors: NDArray[np.float32]
@@ -107,34 +108,14 @@ class ServedTable:
         Raises:
             ValueError: the keys are ``row`` ids, and one is outside of the table or was never published.
         """
-        if self.key_space == "row" and not owned.all():
-            raise ValueError(self._missing(fqn, int(keys[~owned][0])))
-        answers = np.empty((len(keys), self.dim), np.float32)
-        answers[owned] = vectors
-        if not owned.all():
-            answers[~owned] = self.absent(keys[~owned])
-        for key, vector in self.exceptions.items():
-            answers[keys == key] = vector
-        return answers
+        if self.key_space == "row":
+            missing = "was not published; the log holds rows that changed since it began"
+            check_rows(fqn, keys, owned, self.num_embeddings, missing)
+        return answers(keys, owned, vectors, self.fallback, self._routing, self.exceptions)
 
-    def _missing(self, fqn: str, row: int) -> str:
-        if 0 <= row < self.num_embeddings:
-            return f"{fqn}: row {row} was not published; the log holds rows that changed since it began"
-        return f"{fqn} has rows 0 to {self.num_embeddings - 1}; got {row}"
+    @property
+    def _routing(self) -> ShardRouting:
+        return ShardRouting(self.num_shards, self.block_size)
 
 
 _PLAIN = tuple(f.name for f in fields(ServedTable) if f.name not in ("fallback", "exceptions"))
-
-
-def as_keys(ids: ArrayLike) -> NDArray[np.int64]:
-    """Ids as int64 ``[n]``.
-
-    Raises:
-        TypeError: they are not integers of 64 bits, signed.
-    """
-    keys = np.atleast_1d(np.asarray(ids))
-    if keys.size == 0:
-        return np.empty(0, np.int64)
-    if keys.dtype.kind not in "iu" or keys.dtype == np.uint64:
-        raise TypeError(f"ids must be signed 64-bit integers, not {keys.dtype}")
-    return keys.astype(np.int64).reshape(-1)

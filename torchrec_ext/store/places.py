@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from torchrec_ext.errors import StoreError
+from torchrec_ext.files import sync
 from torchrec_ext.store.forks import when_forked
 
 FORMAT = "torchrec_ext.store"
@@ -225,11 +226,7 @@ class Directory(Place):
                 file.flush()
                 os.fsync(file.fileno())
             hidden.replace(self.path / DESCRIPTION_NAME)
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync(self.path)
         except OSError as error:
             raise StoreError(f"{self.path / DESCRIPTION_NAME}: {error.strerror}") from error
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.files import file_crc32, json_crc32
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.tables import Table, table_from_json
 
@@ -146,11 +146,7 @@ class SavedTable:
         """
         for name, file in self.files.items():
             self.array(name)
-            crc32 = 0
-            with (self.directory / file.file).open("rb") as opened:
-                while block := opened.read(1 << 20):
-                    crc32 = zlib.crc32(block, crc32)
-            if crc32 != file.crc32:
+            if file_crc32(self.directory / file.file) != file.crc32:
                 raise self._damaged(name, "is damaged: its checksum is not that of what was saved")
 
     def _damaged(self, name: str, what: str) -> CheckpointError:
@@ -247,11 +243,6 @@ def disk_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name).newbyteorder("<")
 
 
-def crc32_of(description: dict[str, Any]) -> int:
-    """CRC-32 of a description, whatever its white space."""
-    return zlib.crc32(json.dumps(description, sort_keys=True, separators=(",", ":")).encode())
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST_NAME
     try:
@@ -269,7 +260,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{file} is of format version {content.get('format_version')!r}, this torchrec_ext reads "
             f"{FORMAT_VERSION}; use the version that wrote it, or a newer one"
         )
-    if content.pop("crc32", None) != crc32_of(content):
+    if content.pop("crc32", None) != json_crc32(content):
         raise CheckpointError(f"{file} is damaged: its checksum is not its own")
     return content
 

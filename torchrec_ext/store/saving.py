@@ -8,12 +8,11 @@ import json
 import logging
 import os
 import secrets
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.files import ChecksummedFile, json_crc32, sync
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.saved import (
     FILE_NAME,
@@ -29,7 +29,6 @@ from torchrec_ext.store.saved import (
     MANIFEST_NAME,
     ArrayFile,
     check_arrays,
-    crc32_of,
     disk_dtype,
 )
 from torchrec_ext.store.tables import Table, table_to_json
@@ -146,9 +145,8 @@ class SnapshotWriter:
         path = self._path / name
         dtype = disk_dtype(source.dtype)
         header = {"descr": dtype.str, "fortran_order": False, "shape": source.shape}
-        with self._explained(), path.open("xb", buffering=0) as raw:
+        with self._explained(), ChecksummedFile(path) as file:
             self._files.append(path)
-            file = _Checksummed(raw)
             np.lib.format.write_array_header_1_0(file, header)
             rows = 0
             for piece in source.pieces:
@@ -158,11 +156,11 @@ class SnapshotWriter:
                 file.write(np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data)
             if rows != source.shape[0]:
                 raise ValueError(f"{name}: its pieces have {rows} rows, not {source.shape[0]}")
-            os.fsync(raw.fileno())
+            file.sync()
         return ArrayFile(name, source.shape, source.dtype, file.nbytes, file.crc32)
 
     def _commit(self) -> None:
-        content = {**self._content, "crc32": crc32_of(self._content)}
+        content = {**self._content, "crc32": json_crc32(self._content)}
         hidden = self._path / _HIDDEN_NAME
         with self._explained():
             os.fsync(self._directory)
@@ -184,7 +182,7 @@ class SnapshotWriter:
         try:
             os.fsync(self._directory)
             if self._is_new:
-                _sync_directory(self._path.absolute().parent)
+                sync(self._path.absolute().parent)
             kept = {file.name for file in self._files}
             for file in self._path.iterdir():
                 if FILE_NAME.fullmatch(file.name) and file.name not in kept:
@@ -232,22 +230,6 @@ class SnapshotWriter:
             raise CheckpointError(f"cannot save a snapshot in {self._path}: {error.strerror}") from error
 
 
-class _Checksummed:
-    """Counts a file's bytes, and their CRC-32, on the way."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.nbytes = 0
-        self.crc32 = 0
-        self._raw = raw
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.nbytes += len(view)
-        while len(view):
-            view = view[self._raw.write(view) :]
-
-
 def _as_pieces(array: NDArray[Any] | torch.Tensor | Pieces) -> Pieces:
     if isinstance(array, Pieces):
         return array
@@ -261,11 +243,3 @@ def _pieces(array: Any) -> Iterator[Any]:
     rows = max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
     for start in range(0, len(array), rows):
         yield array[start : start + rows]
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

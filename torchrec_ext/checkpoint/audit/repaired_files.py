@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchrec_ext.checkpoint.audit.reading.dcp import DcpPart
 from torchrec_ext.checkpoint.audit.reading.tensors import Part, Record, StoredTensor
 from torchrec_ext.checkpoint.audit.restore import Restored
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.files import sync
 
 
 def write_rows(
@@ -68,8 +68,7 @@ def write_rows(
     for (target, _), (holder, record) in touched.items():
         holder.set_checksum(record, target)
     for target in {target for target, _ in touched}:
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(target)
 
 
 def _copy(source: Path, copy: Path) -> None:
