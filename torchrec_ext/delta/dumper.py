@@ -91,7 +91,7 @@ class DeltaDumper:
         self._last_dump: int | None = None
         self._marked = False
         self._closed = False
-        self._rows: dict[str, RowSource] = {}
+        self._rows: dict[str, list[RowSource]] = {}
         trackers: dict[str, Tracker] = {}
         group = private_group(process_group, found)
         rank = dist.get_rank(group) if group is not None else 0
@@ -103,18 +103,21 @@ class DeltaDumper:
             log, held = open_log(self._directory, group, found)
             self._generation = log[-1].generation + 1 if log else 0
             self._schedule = _schedule(interval_steps, interval_seconds, group)
+            publish_all = first_dump == "full" or bool(log)
             for table in found:
-                rows = self._rows[table.fqn] = self._followers.rows_of(table)
+                parts = self._followers.rows_of(table, all_changed=publish_all)
+                self._rows[table.fqn] = [rows for _, rows in parts]
                 if table.place is None or rank == 0:
-                    trackers[table.fqn] = Tracker(
-                        table,
-                        rows,
-                        publish_all=first_dump == "full" or bool(log),
-                        orphans=held.get(table.fqn, NO_KEYS),
-                    )
+                    for number, (part, rows) in enumerate(parts):
+                        trackers[f"{table.fqn}/{number}"] = Tracker(
+                            part,
+                            rows,
+                            publish_all=publish_all,
+                            orphans=held.get(table.fqn, NO_KEYS) if number == 0 else NO_KEYS,
+                        )
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
-                pin_memory=any(rows.device.type == "cuda" for rows in self._rows.values()),
+                pin_memory=any(rows.device.type == "cuda" for parts in self._rows.values() for rows in parts),
             )
             infos = {table.fqn: describe(table) for table in found}
             previous = log[-1].dump if log else None
@@ -217,7 +220,8 @@ class DeltaDumper:
             if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
             rows = rows.flatten().long()
-        self._rows[table].mark(rows)
+        for part in self._rows[table]:
+            part.mark(rows)
         self._marked = True
 
     def flush(self) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_ext.delta.plain_rows import PlainFollower
 from torchrec_ext.delta.ranks import leave, meet
 from torchrec_ext.delta.store_rows import StoreFollower
 from torchrec_ext.delta.tracked import Follower, RowSource, TrackedTable
 from torchrec_ext.delta.zch_rows import ZchFollower
+from torchrec_ext.plain import PlainTable, find_plain_tables
 from torchrec_ext.recstore.discovery import RecStoreTable, find_recstore_tables
+from torchrec_ext.recstore.sharding.collection import ShardedRecStoreEmbeddingBagCollection
 from torchrec_ext.store import LocalStore
 from torchrec_ext.zch import ZchTable, find_zch_tables
 
 
 def find_tables(model: nn.Module) -> list[TrackedTable]:
     """All tables of a model that a dump may hold, those that cannot be followed (``unsupported``) too."""
-    return [*find_zch_tables(model), *find_recstore_tables(model)]
+    recstore = (ShardedRecStoreEmbeddingBagCollection,)
+    return [*find_zch_tables(model), *find_recstore_tables(model), *find_plain_tables(model, but=recstore)]
 
 
 class Followers:
@@ -32,18 +36,28 @@ class Followers:
         self._meeting = meeting
         self._modules: dict[nn.Module, ZchFollower] = {}
         self._stores: dict[LocalStore, StoreFollower] = {}
+        self._plain: dict[nn.Module, PlainFollower] = {}
 
-    def rows_of(self, table: TrackedTable) -> RowSource:
-        """A table's rows; what happens to them from now on is seen."""
+    def rows_of(self, table: TrackedTable, *, all_changed: bool) -> Sequence[tuple[TrackedTable, RowSource]]:
+        """A table's rows, by its parts on this rank; what happens to them from now on is seen.
+
+        Args:
+            table: the table.
+            all_changed: whether a dump of all rows comes first.
+        """
         if isinstance(table, ZchTable):
             if table.module not in self._modules:
                 self._modules[table.module] = ZchFollower(table)
-            return self._modules[table.module].rows_of(table)
+            return [(table, self._modules[table.module].rows_of(table))]
+        if isinstance(table, PlainTable):
+            if table.module not in self._plain:
+                self._plain[table.module] = PlainFollower(table, all_changed=all_changed)
+            return self._plain[table.module].rows_of(table)
         assert isinstance(table, RecStoreTable)
         store = table.local_store
         if store not in self._stores:
             self._stores[store] = StoreFollower(table)
-        return self._stores[store].rows_of(table)
+        return [(table, self._stores[store].rows_of(table))]
 
     def pause(self) -> None:
         """Takes in what was done to the tables. Until ``resume``, no rank of the meeting does more.
@@ -67,9 +81,11 @@ class Followers:
             follower.detach()
         self._modules.clear()
         self._stores.clear()
+        self._plain.clear()
         leave(self._meeting)
         self._meeting = None
 
     def _all(self) -> Iterator[Follower]:
         yield from self._modules.values()
         yield from self._stores.values()
+        yield from self._plain.values()

@@ -118,9 +118,9 @@ class StoreRows:
         found = self._group.local_rows(self._name, torch.from_numpy(keys))
         return found.masked_fill_(found == 0, -1)
 
-    def weight(self) -> torch.Tensor:
+    def weights(self) -> tuple[torch.Tensor, ...]:
         """See ``RowSource``."""
-        return self._group.rows_of(self._name)
+        return (self._group.rows_of(self._name),)
 
     def fallback_rows(self) -> dict[int | None, int]:
         """See ``RowSource``: a dynamic table's default row."""

@@ -14,7 +14,7 @@ from torchrec_ext.zch import ShardRouting
 
 
 class TrackedTable(Protocol):
-    """One table of a model, as this rank holds it: a ``ZchTable`` or a ``RecStoreTable``."""
+    """One table of a model, as this rank holds it: a ``ZchTable``, ``RecStoreTable`` or ``PlainTable``."""
 
     @property
     def fqn(self) -> str:
@@ -22,7 +22,7 @@ class TrackedTable(Protocol):
 
     @property
     def kind(self) -> str:
-        """``zch`` or ``recstore``: the ``source`` of its rows in a dump."""
+        """``zch``, ``recstore`` or ``plain``: the ``source`` of its rows in a dump."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -121,8 +121,8 @@ class RowSource(Protocol):
         Else int64 ``[n]``, -1 for a key that owns no row any more.
         """
 
-    def weight(self) -> torch.Tensor:
-        """The live rows, ``[num_rows, dim]``."""
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """The live rows, matrices ``[num_rows, columns]`` that side by side have ``dim`` columns."""
 
     def fallback_rows(self) -> Mapping[int | None, int]:
         """The rows that answer keys which own none: all keys of the shard (None), or just one."""
@@ -154,3 +154,22 @@ def checked_rows(table: TrackedTable, rows: torch.Tensor) -> torch.Tensor:
         )
     local = rows - table.first_row
     return local[(local >= 0) & (local < table.num_rows)]
+
+
+def copy_rows(weights: tuple[torch.Tensor, ...], rows: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Copies rows of matrices that stand side by side into one, float32 ``[n, dim]`` in host memory."""
+    column = 0
+    for weight in weights:
+        columns = matrix[:, column : column + weight.shape[1]]
+        column += weight.shape[1]
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(weights) == 1:
+            torch.index_select(weight, 0, rows, out=columns)
+        else:
+            columns.copy_(weight.index_select(0, rows))
+
+
+def flagged(flags: torch.Tensor) -> torch.Tensor:
+    """Where a bool tensor is set, int64. NumPy skips runs of zeros, which torch does not on CPU."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().flatten()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
 from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
-from torchrec_ext.delta.tracked import RowSource, TrackedTable
+from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
 from torchrec_ext.errors import CorruptTableError
 
 
@@ -108,13 +108,13 @@ class Tracker:
             CorruptTableError: a vector is not finite.
         """
         keys, rows = diff.upsert_keys[piece], diff.upsert_rows[piece]
-        weight = self._rows.weight()
+        weights = self._rows.weights()
         upserts, vectors, deletes = [], [], [NO_KEYS if piece.start else diff.delete_keys]
         start = 0
         while start < len(rows):
             matrix = arena.take(len(rows) - start, self.table.dim)
             stop = start + len(matrix)
-            found, there, gone = self._copy(weight, keys[start:stop], rows[start:stop], diff.moment, matrix)
+            found, there, gone = self._copy(weights, keys[start:stop], rows[start:stop], diff.moment, matrix)
             self.table.as_answered_(there)
             self._check_finite(there, found)
             upserts.append(found)
@@ -136,7 +136,8 @@ class Tracker:
             rows = dict(self._rows.fallback_rows())
             if not rows:
                 return None
-            vectors = self._rows.weight()[list(rows.values())].float().cpu()
+            (weight,) = self._rows.weights()
+            vectors = weight[list(rows.values())].float().cpu()
         self.table.as_answered_(vectors)
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
@@ -177,7 +178,7 @@ class Tracker:
 
     def _copy(
         self,
-        weight: torch.Tensor,
+        weights: tuple[torch.Tensor, ...],
         keys: NDArray[np.int64],
         rows: torch.Tensor,
         moment: int,
@@ -196,10 +197,7 @@ class Tracker:
                 is_gone = (found < 0).cpu().numpy()
                 keys, gone, found = keys[~is_gone], keys[is_gone], found[found >= 0]
                 matrix = matrix[: len(keys)]
-            if weight.device.type == "cpu" and weight.dtype == torch.float32:
-                torch.index_select(weight, 0, found, out=matrix)
-            else:
-                matrix.copy_(weight.index_select(0, found))
+            copy_rows(weights, found, matrix)
         return keys, matrix, gone
 
     def _check_finite(self, matrix: torch.Tensor, keys: NDArray[np.int64]) -> None:

@@ -110,12 +110,17 @@ class ZchTable:
         Args:
             vectors: rows of the table, float32 ``[n, dim]``.
         """
-        if self.pooled:
-            vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
-        if self.output_dtype != torch.float32:
-            vectors.copy_(vectors.to(self.output_dtype))
-        if self.divided:
-            vectors.div_(_LENGTH_OF_ONE)
+        answered_(vectors, pooled=self.pooled, output_dtype=self.output_dtype, divided=self.divided)
+
+
+def answered_(vectors: torch.Tensor, *, pooled: bool, output_dtype: torch.dtype, divided: bool) -> None:
+    """Turns rows, float32 ``[n, dim]``, into what a lookup of one id with weight 1 answers, in place."""
+    if pooled:
+        vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
+    if output_dtype != torch.float32:
+        vectors.copy_(vectors.to(output_dtype))
+    if divided:
+        vectors.div_(_LENGTH_OF_ONE)
 
 
 # TorchRec divides by the bag's length and 1e-6, in every table of a collection that has one with MEAN
