@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,6 +144,8 @@ def build(spec: Spec) -> nn.Module:
         return model
     world_size = dist.get_world_size()
     local_size = spec.local_size or world_size
+    if spec.local_size:
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_size)  # TorchRec asks for it once in a process's life
     plan = {
         name: EmbeddingModuleShardingPlan(
             {table.name: _sharding(table, world_size, local_size) for table in collection.tables}

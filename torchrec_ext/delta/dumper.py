@@ -16,6 +16,7 @@ from torch import nn
 
 from torchrec_ext.delta.arguments import check_arguments, is_integer, json_object
 from torchrec_ext.delta.buffers import BufferPool
+from torchrec_ext.delta.columns import ColumnJoiner, split_bands
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DumpResult
 from torchrec_ext.delta.cutter import Cutter
@@ -35,7 +36,9 @@ DEFAULT_MAX_PENDING_BYTES = 1 << 30
 class DeltaDumper:
     """Writes what training changes in a model's tables to a directory, while training goes on.
 
-    It follows ZCH tables, sharded by TorchRec, and the tables of RecStore modules, sharded or not.
+    It follows ZCH tables, sharded by TorchRec; the tables of ``EmbeddingBagCollection`` and
+    ``EmbeddingCollection``, however sharded, or not sharded in a single process; and those of RecStore
+    modules. Tables that cannot be followed exactly are left out with a warning that says why.
 
     Every rank of the group constructs it, at the same point of the program, and calls ``step`` after
     each update. It changes nothing of what the model computes. Read the directory with ``DeltaLog``.
@@ -95,9 +98,13 @@ class DeltaDumper:
         trackers: dict[str, Tracker] = {}
         group = private_group(process_group, found)
         rank = dist.get_rank(group) if group is not None else 0
-        # Ranks that write to the same rows must stand still together for a cut of one moment.
-        meets = group is not None and any(table.place is not None for table in found)
-        self._followers = Followers(private_group(process_group, found) if meets else None)
+        # Ranks that write to the same rows must stand still together for a cut of one moment; those that
+        # hold columns of the same rows must agree which rows it holds.
+        stand_still, split = any(table.place is not None for table in found), split_bands(found)
+        talk = group is not None and (stand_still or bool(split))
+        self._followers = Followers(
+            private_group(process_group, found) if talk else None, stand_still=stand_still, split=split
+        )
         try:
             check_places(group, found)
             log, held = open_log(self._directory, group, found)
@@ -123,12 +130,13 @@ class DeltaDumper:
             previous = log[-1].dump if log else None
             # From here on the group is the writer's alone.
             committer = Committer(self._directory, infos, self._generation, previous, group)
+            joiner = ColumnJoiner(group, split, self._followers.lose) if group is not None and split else None
         except BaseException:
             self._followers.detach()
             leave(group)
             raise
         self._writer = DumpWriter(committer, max_pending)
-        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self._generation)
+        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self._generation, joiner)
         self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
         if log and first_dump == "delta":
             logger.info("%s holds a log already: the first dump holds every row", self._directory)
@@ -200,8 +208,9 @@ class DeltaDumper:
         """Takes note that rows were written by other means than training.
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
-        Neither ``load_state_dict`` of a whole model nor a store's own methods need it; what is written
-        to a store's weights directly may be told to ``LocalStore.touch`` as well.
+        Neither ``load_state_dict`` nor a store's own methods need it, nor other in-place writes to weights
+        of tables without managed collision, unless by way of ``.data``; what is written to a store's
+        weights directly may be told to ``LocalStore.touch`` as well.
 
         Args:
             table: the table's FQN.

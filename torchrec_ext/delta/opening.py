@@ -43,7 +43,8 @@ def select_tables(
             "wrap it in DistributedModelParallel first"
             if has_unsharded_zch(model)
             else "it needs a sharded ManagedCollisionEmbeddingBagCollection or "
-            "ManagedCollisionEmbeddingCollection, or a RecStoreEmbeddingBagCollection"
+            "ManagedCollisionEmbeddingCollection, an EmbeddingBagCollection or EmbeddingCollection, "
+            "or a RecStoreEmbeddingBagCollection"
         )
         raise ValueError(f"the model has no table that can be dumped: {hint}")
     names = [table.fqn for table in found]
