@@ -335,7 +335,8 @@ def _of_sharded(module: internals.PlainModule, path: str, reason: str | None) ->
                 LocalShard(_shard(table, rank), holder, index, slice(None))
                 for table, holder, index in here[config.name]
             ]
-        why = reason or why_unsupported(one.compute_kernel, config.data_type, fused_params, divided=divided)
+        kernel, device = one.compute_kernel, internals.device_of(module)
+        why = reason or why_unsupported(kernel, config.data_type, fused_params, device, divided=divided)
         if why is None and bands is None:
             why = "its column shards are cut at different rows; give all columns the same row-wise sharding"
         yield PlainTable(
@@ -351,8 +352,8 @@ def _of_sharded(module: internals.PlainModule, path: str, reason: str | None) ->
             local=tuple(sorted(local, key=lambda found: found.shard)),
             pooled=pooled,
             divided=divided,
-            output_dtype=torch.float32 if why else output_dtype(fused_params),
-            by_lookup=moves_looked_up_rows_only(one.compute_kernel, fused_params),
+            output_dtype=torch.float32 if why else output_dtype(kernel, fused_params, device),
+            by_lookup=moves_looked_up_rows_only(kernel, fused_params),
             unsupported=why,
         )
 

@@ -38,8 +38,12 @@ def moves_looked_up_rows_only(kernel: EmbeddingComputeKernel, fused_params: Mapp
     return kernel in _FUSED and _optimizer(fused_params) in _MOVE_LOOKED_UP_ROWS_ONLY
 
 
-def output_dtype(fused_params: Mapping[str, Any]) -> torch.dtype:
+def output_dtype(
+    kernel: EmbeddingComputeKernel, fused_params: Mapping[str, Any], device: torch.device
+) -> torch.dtype:
     """The dtype to which a kernel rounds what it answers."""
+    if kernel is EmbeddingComputeKernel.DENSE and device.type == "cpu":
+        return torch.float32  # whatever it was told
     dtype = fused_params.get("output_dtype", SparseType.FP32)
     return FLOATS.get(dtype) or SparseType(dtype).as_dtype()
 
@@ -48,6 +52,7 @@ def why_unsupported(
     kernel: EmbeddingComputeKernel,
     data_type: DataType,
     fused_params: Mapping[str, Any],
+    device: torch.device,
     *,
     divided: bool,
 ) -> str | None:
@@ -57,6 +62,7 @@ def why_unsupported(
         kernel: its compute kernel.
         data_type: of its weights.
         fused_params: of its kernel.
+        device: the kernel's.
         divided: whether its module divides what is pooled by the bags' lengths.
     """
     if kernel not in _FUSED and kernel is not EmbeddingComputeKernel.DENSE:
@@ -66,7 +72,7 @@ def why_unsupported(
         )
     if data_type not in FLOATS:
         return f"its rows are {data_type.value}; use FP32, FP16 or BF16"
-    output = output_dtype(fused_params)
+    output = output_dtype(kernel, fused_params, device)
     if output not in FLOATS.values():
         return "it answers with quantised vectors; leave output_dtype at FP32, or use FP16 or BF16"
     if divided and output != torch.float32:

@@ -207,6 +207,11 @@ def shards_per_rank(module: PlainModule) -> list[list[ShardedEmbeddingTable]]:
     return ranks
 
 
+def device_of(module: PlainModule) -> torch.device:
+    """The device on which tables are looked up."""
+    return torch.device(_private(module, "_device"))
+
+
 def table_configs(module: PlainModule) -> list[BaseEmbeddingConfig]:
     """The configuration of each table of a module, of all shards."""
     return list(_private(module, "_table_name_to_config").values())
