@@ -77,7 +77,11 @@ class Collection:
 
 @dataclass(frozen=True)
 class Spec:
-    """A model: collections by the attribute name."""
+    """A model: collections by the attribute name.
+
+    Attributes:
+        variable: whether its batches have a number of bags for each feature; a model takes one kind only.
+    """
 
     collections: Mapping[str, Collection]
     optimizer: str = "sgd"
@@ -86,6 +90,9 @@ class Spec:
     sharded: bool = True
     output_dtensor: bool = False
     local_size: int | None = None
+    device: str = "cpu"
+    index_dedup: bool = False
+    variable: bool = False
     seed: int = 0
 
     @property
@@ -115,6 +122,7 @@ class Model(nn.Module):
             self.add_module(name, module)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, Any]:
+        features = features.to(next(self.parameters()).device)
         plain = KeyedJaggedTensor(
             keys=features.keys(),
             values=features.values(),
@@ -148,7 +156,7 @@ def build(spec: Spec) -> nn.Module:
         os.environ["LOCAL_WORLD_SIZE"] = str(local_size)  # TorchRec asks for it once in a process's life
     plan = {
         name: EmbeddingModuleShardingPlan(
-            {table.name: _sharding(table, world_size, local_size) for table in collection.tables}
+            {table.name: _sharding(table, world_size, local_size, spec.device) for table in collection.tables}
         )
         for name, collection in spec.collections.items()
     }
@@ -162,10 +170,19 @@ def build(spec: Spec) -> nn.Module:
     return DistributedModelParallel(
         model,
         env=ShardingEnv(world_size, dist.get_rank(), dist.group.WORLD, spec.output_dtensor),
-        device=torch.device("cpu"),
+        device=torch.device(spec.device),
         plan=ShardingPlan(dict(plan)),
-        sharders=[EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)],
+        sharders=[
+            EmbeddingBagCollectionSharder(fused),
+            EmbeddingCollectionSharder(fused, use_index_dedup=spec.index_dedup),
+        ],
     )
+
+
+def sharding_of(spec: Spec, collection: str, table: str, world_size: int) -> ParameterSharding:
+    """How a table of a spec is sharded over some ranks."""
+    (found,) = (t for t in spec.collections[collection].tables if t.name == table)
+    return _sharding(found, world_size, world_size, spec.device)
 
 
 class Trainer:
@@ -204,7 +221,10 @@ def keyed(
 
 
 def variable_keyed(features: Sequence[str], bags: Mapping[str, Sequence[Sequence[int]]]) -> KeyedJaggedTensor:
-    """A batch in which features have different numbers of bags, which repeat to the longest."""
+    """A batch in which features have different numbers of bags, which repeat to the longest.
+
+    The numbers must be the same on all ranks.
+    """
     rows = [bags[feature] for feature in features]
     size = max(len(feature) for feature in rows)
     ids = [i for feature in rows for bag in feature for i in bag]
@@ -232,11 +252,12 @@ def answers(model: nn.Module, spec: Spec, module: str, table: Table, ids: Sequen
     with torch.no_grad():
         # One id for each feature: TorchRec's dense kernel of sequences does not take empty ones on CPU.
         others = dict.fromkeys(spec.features, [[0]] * len(ids))
-        output = model(keyed(spec.features, others | {feature: [[i] for i in ids]}))[module]
+        make = variable_keyed if spec.variable else keyed
+        output = model(make(spec.features, others | {feature: [[i] for i in ids]}))[module]
     model.train(training)
     shared = sum(feature in other.features for other in spec.collections[module].tables) > 1
     answer = output[f"{feature}@{table.name}" if shared else feature]
-    return (answer.values() if isinstance(answer, JaggedTensor) else answer).float()
+    return (answer.values() if isinstance(answer, JaggedTensor) else answer).float().cpu()
 
 
 def _module(collection: Collection) -> nn.Module:
@@ -259,7 +280,7 @@ def _module(collection: Collection) -> nn.Module:
     return EmbeddingBagCollection(tables=configs, device=device, is_weighted=collection.weighted)
 
 
-def _sharding(table: Table, world_size: int, local_size: int) -> ParameterSharding:
+def _sharding(table: Table, world_size: int, local_size: int, device: str) -> ParameterSharding:
     if table.sharding == "data_parallel":
         return ParameterSharding("data_parallel", "dense", list(range(world_size)), None)
     cut = {
@@ -271,7 +292,7 @@ def _sharding(table: Table, world_size: int, local_size: int) -> ParameterShardi
         "grid_shard": lambda: _grid(table, [(c, w, _host(h, local_size)) for c, w, h in _columns(table)]),
     }[table.sharding]()
     shards = [
-        ShardMetadata([row, column], [rows, columns], f"rank:{rank}/cpu")
+        ShardMetadata([row, column], [rows, columns], f"rank:{rank}/{device}")
         for row, rows, column, columns, rank in cut
     ]
     ranks = [rank for *_, rank in cut]

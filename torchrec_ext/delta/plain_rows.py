@@ -18,6 +18,8 @@ from torchrec_ext.zch import internals
 # Values compared, or copied, at a time: bounds the temporary tensors.
 _CHUNK = 1 << 21
 
+_TRUE = torch.ones(1, dtype=torch.bool)
+
 
 class PlainFollower:
     """Follows the tables of one module; see ``Follower``.
@@ -36,6 +38,7 @@ class PlainFollower:
         self._parts: list[PartRows] = []
         self._kernels: dict[BaseEmbedding, LookupWatch] = {}
         self._spans: dict[BaseEmbedding, torch.Tensor] = {}
+        self._slices: dict[BaseEmbedding, list[torch.Tensor]] = {}
         self._weights: dict[WeightHolder, list[torch.Tensor]] = {}
         self._num_flags = 1
         self._flags: torch.Tensor | None = None
@@ -73,12 +76,30 @@ class PlainFollower:
 
     def gradient_arrived(self, kernel: BaseEmbedding, rows: torch.Tensor, counts: torch.Tensor) -> None:
         """What the watch reports; see ``LookupListener``."""
-        spans = torch.repeat_interleave(self._spans[kernel], counts, dim=1, output_size=len(rows))
-        starts, sizes = spans
+        if self.flags.device.type == "cpu" and self._flag_slices(kernel, rows, counts):
+            return
+        # With its size given, repeat_interleave need not wait for the device to tell it.
+        starts, sizes = (
+            torch.repeat_interleave(span, counts, output_size=len(rows)) for span in self._spans[kernel]
+        )
         rows = rows.long()
         # FBGEMM looks up row 0 for an id that is out of its table.
-        rows = torch.where((rows >= 0) & (rows < sizes), rows, 0)
-        self.flags.index_fill_(0, rows.add_(starts), True)
+        rows = torch.where((rows >= 0) & (rows < sizes), rows, 0).add_(starts)
+        self.flags.index_fill_(0, rows, True)
+
+    def _flag_slices(self, kernel: BaseEmbedding, rows: torch.Tensor, counts: torch.Tensor) -> bool:
+        """Flags each feature's rows without a copy of them; whether all are rows of their tables."""
+        if kernel not in self._slices:
+            self._slices[kernel] = [
+                self.flags[start : start + size] for start, size in self._spans[kernel].T.tolist()
+            ]
+        try:
+            for flags, some in zip(self._slices[kernel], rows.long().split(counts.tolist()), strict=True):
+                if len(flags):
+                    flags.scatter_(0, some, _TRUE.expand(len(some)))
+        except RuntimeError:
+            return False
+        return True
 
     def catch_up(self) -> None:
         """See ``Follower``.
@@ -104,6 +125,7 @@ class PlainFollower:
         for watch in self._kernels.values():
             watch.leave(self)
         self._kernels.clear()
+        self._slices.clear()
         self._parts.clear()
 
     def _watch(self, kernel: BaseEmbedding, index: int, rows: PartRows) -> None:

@@ -44,8 +44,8 @@ def output_dtype(
     """The dtype to which a kernel rounds what it answers."""
     if kernel is EmbeddingComputeKernel.DENSE and device.type == "cpu":
         return torch.float32  # whatever it was told
-    dtype = fused_params.get("output_dtype", SparseType.FP32)
-    return FLOATS.get(dtype) or SparseType(dtype).as_dtype()
+    dtype: SparseType = fused_params.get("output_dtype", SparseType.FP32)
+    return dtype.as_dtype()
 
 
 def why_unsupported(
