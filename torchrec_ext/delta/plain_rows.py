@@ -18,8 +18,6 @@ from torchrec_ext.zch import internals
 # Values compared, or copied, at a time: bounds the temporary tensors.
 _CHUNK = 1 << 21
 
-_TRUE = torch.ones(1, dtype=torch.bool)
-
 
 class PlainFollower:
     """Follows the tables of one module; see ``Follower``.
@@ -38,7 +36,7 @@ class PlainFollower:
         self._parts: list[PartRows] = []
         self._kernels: dict[BaseEmbedding, LookupWatch] = {}
         self._spans: dict[BaseEmbedding, torch.Tensor] = {}
-        self._slices: dict[BaseEmbedding, list[torch.Tensor]] = {}
+        self._slices: dict[BaseEmbedding, list[NDArray[np.bool_]]] = {}
         self._weights: dict[WeightHolder, list[torch.Tensor]] = {}
         self._num_flags = 1
         self._flags: torch.Tensor | None = None
@@ -88,16 +86,22 @@ class PlainFollower:
         self.flags.index_fill_(0, rows, True)
 
     def _flag_slices(self, kernel: BaseEmbedding, rows: torch.Tensor, counts: torch.Tensor) -> bool:
-        """Flags each feature's rows without a copy of them; whether all are rows of their tables."""
+        """Flags each feature's rows on CPU, without a copy of them; whether all are rows of their tables."""
         if kernel not in self._slices:
+            flags = self.flags.numpy()
             self._slices[kernel] = [
-                self.flags[start : start + size] for start, size in self._spans[kernel].T.tolist()
+                flags[start : start + size] for start, size in self._spans[kernel].T.tolist()
             ]
+        numbers = rows.numpy()
+        if len(numbers) and numbers.min() < 0:
+            return False
+        stop = 0
         try:
-            for flags, some in zip(self._slices[kernel], rows.long().split(counts.tolist()), strict=True):
+            for flags, count in zip(self._slices[kernel], counts.tolist(), strict=True):
+                start, stop = stop, stop + count
                 if len(flags):
-                    flags.scatter_(0, some, _TRUE.expand(len(some)))
-        except RuntimeError:
+                    flags[numbers[start:stop]] = True
+        except IndexError:
             return False
         return True
 

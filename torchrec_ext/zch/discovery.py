@@ -30,7 +30,7 @@ _DDP = "module"
 _COMPILED = "_orig_mod"
 
 # Fused optimizers that move rows which were not looked up: a lookup cannot tell which.
-_MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD"}
+_MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD"}
 
 
 @dataclass(frozen=True, eq=False)
