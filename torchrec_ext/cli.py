@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
 from torchrec_ext import __version__
+from torchrec_ext.publish.cli import lookup_command, publish_command
 
 # Imported by the commands that need them, so that `--help` is quick: torch, and what imports it.
 
@@ -20,6 +24,10 @@ from torchrec_ext import __version__
 def main() -> None:
     """TorchRec extensions: fresh embeddings, from training to serving."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+main.add_command(publish_command)
+main.add_command(lookup_command)
 
 
 @main.command("serve-store")
@@ -87,6 +95,98 @@ def serve_store(
         # Their threads would keep the process from ending.
         click.echo(f"gave up on requests that took longer than {grace:g} s", err=True)
         os._exit(1)
+
+
+_AUDIT_EXAMPLES = """\b
+Examples:
+  torchrec-ext audit checkpoints/1000
+  torchrec-ext audit model.pt --json | jq .findings
+  torchrec-ext audit model.pt --exclude attention.mask
+  torchrec-ext audit checkpoints/1000 --repair checkpoints/1000.repaired
+"""
+
+
+@main.command("audit", epilog=_AUDIT_EXAMPLES)
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the report as a JSON object.")
+@click.option(
+    "--repair",
+    type=click.Path(path_type=Path),
+    metavar="OUT",
+    help="Write a copy in which what is damaged is initialized again. OUT must not exist.",
+)
+@click.option(
+    "--max-magnitude",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Larger weights are findings, and second moments larger than its square.  [default: 2^32]",
+)
+@click.option(
+    "--exclude", multiple=True, metavar="PATTERN", help="Leave out tables of this name; may be repeated."
+)
+@click.pass_context
+def audit(
+    context: click.Context,
+    checkpoint: Path,
+    as_json: bool,
+    repair: Path | None,
+    max_magnitude: float | None,
+    exclude: tuple[str, ...],
+) -> None:
+    """Looks for damaged, uninitialized and missing state in CHECKPOINT.
+
+    CHECKPOINT is a directory of torch.distributed.checkpoint, a file of torch.save, or a saved snapshot of
+    a store. Nothing that is in it is run, and it may be larger than memory.
+
+    The exit code is 0 if it is clean, 1 if there are findings, 2 if it cannot be read or repaired.
+    """
+    from torchrec_ext.errors import CheckpointError
+
+    try:
+        from torchrec_ext.checkpoint.audit.audit import audit_checkpoint
+        from torchrec_ext.checkpoint.audit.repair import repair_checkpoint
+        from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"an audit needs {error.name}, which is not installed: pip install torch"
+        ) from error
+
+    limit = MAX_MAGNITUDE if max_magnitude is None else max_magnitude
+    try:
+        with _progress("reading") as progress:
+            if repair is None:
+                report, repairs = (
+                    audit_checkpoint(checkpoint, max_magnitude=limit, exclude=exclude, progress=progress),
+                    None,
+                )
+            else:
+                repairs = repair_checkpoint(
+                    checkpoint, repair, max_magnitude=limit, exclude=exclude, progress=progress
+                )
+                report = repairs.audit
+    except (CheckpointError, ValueError, OSError) as error:
+        click.echo(f"Error: {error}", err=True)
+        context.exit(2)
+    click.echo(report.to_json() if as_json else str(report))
+    if repairs is not None:
+        click.echo(str(repairs), err=as_json)
+    if repairs is not None and repairs.refused:
+        context.exit(2)
+    context.exit(0 if report.clean else 1)
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Shows on a terminal how many of how many bytes are done, on stderr; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield show
 
 
 if __name__ == "__main__":

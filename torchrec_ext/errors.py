@@ -23,6 +23,10 @@ class DeltaDumpError(RuntimeError):
     """A dump was not committed. Its rows are kept and go out with the next dump that succeeds."""
 
 
+class FencedError(DeltaDumpError):
+    """A dump was refused: a newer run has opened the log, and only the newest may write to it."""
+
+
 class StoreError(RuntimeError):
     """A store cannot be opened or reached, or is damaged; the message names the file or the address."""
 
@@ -33,3 +37,11 @@ class TableFullError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged or does not fit; the message names what, and says what to do."""
+
+
+class PublishError(RuntimeError):
+    """A sink cannot take what it is given; the message says what to do, and never holds a credential."""
+
+
+class SinkUnavailableError(PublishError):
+    """A sink does not answer now; ``publish`` tries again for a while."""

@@ -39,9 +39,10 @@ def run(quick: bool) -> Result:
         }
         for place, make in places.items():
             for ids, batches in (("ids of a batch of their own", apart), ("power-law ids", popular)):
-                hidden, waits = _hidden(make(), batches(steps), rounds)
+                hidden, waits, updates = _hidden(make(), batches(steps), rounds)
                 measurements.append(Measurement(f"{place}, {ids}: wait per lookup", "ms", waits))
                 measurements.append(Measurement(f"{place}, {ids}: of it hidden", "x", hidden))
+                measurements.append(Measurement(f"{place}, {ids}: added to the update", "ms", updates))
     return Result(
         name="prefetch",
         title=f"the wait for rows that are elsewhere, with prefetch at depth {DEPTH} and without",
@@ -49,7 +50,7 @@ def run(quick: bool) -> Result:
         settings={"tables": TABLES, "rows": ROWS, "dim": DIM, "batch": BATCH, "steps": steps},
         notes=(
             "wait: how much longer a lookup takes than with the rows in this process; hidden: the part of "
-            "it that is gone with prefetch",
+            "it that is gone with prefetch; added to the update: what bringing back rows costs there",
             f"a step: read, pool, {1000 * COMPUTE_SECONDS:.0f} ms in which an accelerator would compute, "
             "update",
             "with power-law ids nearly every batch needs rows that the batch before has just updated",
@@ -59,7 +60,7 @@ def run(quick: bool) -> Result:
 
 def _hidden(
     store: Store, batches: Sequence[KeyedJaggedTensor], rounds: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     near, far = _collection(SlowStore(MemoryStore(), seconds=0.0)), _collection(store)
     runs = {
         "near": lambda: _train(*near, batches),
@@ -67,17 +68,19 @@ def _hidden(
         "ahead": lambda: _train(*far, prefetched(far[0], batches, depth=DEPTH)),
     }
     order = random.Random(0)
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    lookups: dict[str, list[float]] = {name: [] for name in runs}
+    updates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name in order.sample(list(runs), len(runs)):
-            taken[name].append(runs[name]())
-    waits = [far - near for near, far in zip(taken["near"][1:], taken["far"][1:], strict=True)]
-    hidden = [
-        (far - ahead) / wait
-        for far, ahead, wait in zip(taken["far"][1:], taken["ahead"][1:], waits, strict=True)
-    ]
+            lookup, update = runs[name]()
+            lookups[name].append(lookup)
+            updates[name].append(update)
+    rows = list(zip(lookups["near"][1:], lookups["far"][1:], lookups["ahead"][1:], strict=True))
+    waits = [far - near for near, far, _ in rows]
+    hidden = [(far - ahead) / (far - near) for near, far, ahead in rows]
+    added = [ahead - far for far, ahead in zip(updates["far"][1:], updates["ahead"][1:], strict=True)]
     store.close()
-    return tuple(hidden), tuple(1000 * wait for wait in waits)
+    return tuple(hidden), tuple(1000 * wait for wait in waits), tuple(1000 * more for more in added)
 
 
 def _collection(store: Store) -> tuple[RecStoreEmbeddingBagCollection, SparseSGD]:
@@ -95,17 +98,19 @@ def _train(
     collection: RecStoreEmbeddingBagCollection,
     optimizer: SparseSGD,
     batches: Sequence[KeyedJaggedTensor] | Iterator[KeyedJaggedTensor],
-) -> float:
-    """Seconds that a lookup takes, the median of all but the first ones, which nothing went before."""
-    taken = []
+) -> tuple[float, float]:
+    """Seconds that a lookup and an update take, medians of all but the first, which nothing went before."""
+    lookups, updates = [], []
     for batch in batches:
         began = time.perf_counter()
         pooled = collection(batch).values()
-        taken.append(time.perf_counter() - began)
+        lookups.append(time.perf_counter() - began)
         time.sleep(COMPUTE_SECONDS)
         pooled.sum().backward()
+        began = time.perf_counter()
         optimizer.step()
-    return float(np.median(taken[DEPTH:]))
+        updates.append(time.perf_counter() - began)
+    return float(np.median(lookups[DEPTH:])), float(np.median(updates[DEPTH:]))
 
 
 def apart(steps: int) -> list[KeyedJaggedTensor]:

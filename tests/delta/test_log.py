@@ -363,9 +363,25 @@ def test_superseded_dumps_are_not_replayed(directory: Path) -> None:
         lambda manifest: manifest.update(supersedes=[{"generation": 0, "step": dumps[0].step}]),
     )
     log = DeltaLog(directory)
-    assert log.dumps()[1].supersedes == (dumps[0].dump,)
+    assert [dump.step for dump in log.dumps()] == [20, 30, 40]
+    assert [dump.step for dump in log.dumps(superseded=True)] == [10, 20, 30, 40]
+    assert log.dumps()[0].supersedes == (dumps[0].dump,)
     only_second = set(log.read(20).filter(pc.equal(log.read(20)["op"], "upsert"))["key_id"].to_pylist())
     assert set(log.keys(20)["mc.t0"].tolist()) <= only_second
+    with pytest.raises(DeltaLogError, match=r"no committed dump of step 10$"):
+        log.read(10)
+    assert len(log.read(10, generation=0)) == dumps[0].rows
+    with pytest.raises(DeltaLogError, match=r"no committed dump at or before step 10$"):
+        log.replay(upto=10)
+
+
+def test_dump_that_a_superseded_one_made_void_stays_void(directory: Path) -> None:
+    for step, void in ((30, 20), (40, 30)):
+        edit_manifest(
+            directory / f"step_{step:012d}.g0000",
+            lambda manifest, void=void: manifest.update(supersedes=[{"generation": 0, "step": void}]),
+        )
+    assert [dump.step for dump in DeltaLog(directory).dumps()] == [10, 40]
 
 
 def test_manifest_with_fields_of_a_later_version_of_the_package_is_read(
@@ -423,13 +439,35 @@ def test_copied_dump_is_an_error_that_names_both_directories(directory: Path) ->
         DeltaLog(directory).dumps()
 
 
+def _copy_of_second(directory: Path, step: int, generation: int, **fields: Any) -> str:
+    copy = f"step_{step:012d}.g{generation:04d}"
+    shutil.copytree(directory / SECOND, directory / copy)
+    dump = {"step": step, "generation": generation}
+    edit_manifest(directory / copy, lambda manifest: manifest.update(dump=dump, **fields))
+    return copy
+
+
 def test_two_dumps_after_the_same_one_are_an_error_that_names_all_three(directory: Path) -> None:
-    fork = "step_000000000050.g0001"
-    shutil.copytree(directory / SECOND, directory / fork)
-    edit_manifest(directory / fork, lambda m: m["dump"].update(step=50, generation=1))
+    fork = _copy_of_second(directory, 50, 0)
     with pytest.raises(
         DeltaLogError, match=f"^{SECOND} and {fork} both follow step_000000000010.g0000: two trainers"
     ):
+        DeltaLog(directory).dumps()
+
+
+def test_late_dumps_of_a_run_that_was_fenced_off_are_left_out(directory: Path) -> None:
+    # A new run went on from step 20. The old one never noticed: its file system let it commit 30 and 40.
+    newest = _copy_of_second(directory, 21, 1, previous={"generation": 0, "step": 20})
+    log = DeltaLog(directory)
+    assert [dump.dump.directory for dump in log.dumps(superseded=True)][1:] == [SECOND, newest]
+    assert [dump.step for dump in log.dumps()] == [10, 20, 21]
+    assert log.replay()["mc.t0"].keys.tolist() == log.keys(20)["mc.t0"].tolist()
+
+
+def test_late_dump_of_the_same_run_is_an_error(directory: Path) -> None:
+    _copy_of_second(directory, 21, 1, previous={"generation": 0, "step": 20})
+    fork = _copy_of_second(directory, 22, 1, previous={"generation": 0, "step": 20})
+    with pytest.raises(DeltaLogError, match=f"and {fork} both follow {SECOND}: two trainers"):
         DeltaLog(directory).dumps()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.models import answers, build, keyed, loss_of, one_table
 from tests.support.schedules import shared_directory
 from tests.support.workers import run_on
-from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog
+from torchrec_ext.delta import DeltaDumper, DeltaLog, FencedError
 
 IDS = [*range(-2, 60), 2**62, 2**63 - 1]
 
@@ -96,14 +96,14 @@ def _two_trainers() -> None:
             for model, ids in ((first, [1, 2]), (second, [3, 4])):
                 loss_of(model(keyed(["f0"], {"f0": [ids]}))).backward()
             ours.dump(1)
-            ours.flush()
+            with pytest.raises(FencedError, match=r"generation 0 .* generation 1 .*only the newest one"):
+                ours.flush()
             theirs.dump(1)
-            with pytest.raises(DeltaDumpError, match="another trainer writes to this directory"):
-                theirs.flush()
-            _compare(first, spec, directory)
-            theirs.__exit__(KeyboardInterrupt, None, None)
+            theirs.flush()
+            _compare(second, spec, directory)
+            ours.__exit__(KeyboardInterrupt, None, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_two_trainers_in_one_directory_do_not_overwrite_each_other(world_size: int) -> None:
+def test_of_two_trainers_in_one_directory_the_newer_one_writes(world_size: int) -> None:
     run_on(world_size, _two_trainers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,7 +175,6 @@ ZCH = models.Spec({"mc": (models.Table("z0", ("a",), rows=12, dim=4, hash_size=1
 
 def build(case: Case, **sharder: Any) -> DistributedModelParallel:
     """The model, planned by TorchRec's planner and sharded over all ranks."""
-    logging.disable(logging.WARNING)
     torch.manual_seed(3)
     if case.fused:
         sharder["fused_params"] = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": LR}

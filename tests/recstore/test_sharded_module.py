@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import uuid
 import warnings
 from collections.abc import Callable
@@ -60,7 +59,6 @@ FUSED = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
 
 def sharded(collection: torch.nn.Module, sharder: Any, **changes: Any) -> Any:
     """A module sharded row-wise by hand."""
-    logging.disable(logging.WARNING)
     world_size = dist.get_world_size()
     plan = construct_module_sharding_plan(
         collection,
@@ -271,7 +269,6 @@ def test_a_store_knows_of_rows_that_were_loaded() -> None:
 
 
 def in_backward(classes: bool) -> Any:
-    logging.disable(logging.WARNING)
     model = Model(Case())
     if classes:
         apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": LR})

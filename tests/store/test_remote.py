@@ -392,6 +392,17 @@ def test_the_only_writers_updates_bring_back_the_rows_that_were_read_ahead(
     assert requests == ["refresh_many"]
 
 
+def test_rows_that_were_read_ahead_long_ago_are_exact(stack: ExitStack) -> None:
+    store = stack.enter_context(RemoteStore(serve(stack), writers="one"))
+    store.create_tables(TABLES, SGD(1.0))
+    (held,) = store.pull_many([("dense", ids(9, 5, 6, 9))], ahead=True)
+    store.update("dense", ids(5), torch.ones(1, 4))
+    for _ in range(100):  # more updates than are remembered
+        store.update("dense", ids(6, 9), torch.ones(2, 4))
+    assert store.refresh_many([("dense", held)]) == 4
+    assert torch.equal(held.rows, store.pull("dense", held.keys))
+
+
 @contextmanager
 def asked(store: RemoteStore) -> Iterator[list[str]]:
     """What is asked of a store's servers."""

@@ -7,6 +7,7 @@ import logging
 import multiprocessing as mp
 import os
 import resource
+import signal
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -96,6 +97,16 @@ class MortalRanks:
         """Ends a rank by SIGKILL."""
         self._processes[rank].kill()
         self._processes[rank].join()
+
+    def pause(self) -> None:
+        """Makes all ranks stand still (SIGSTOP), wherever they are."""
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+
+    def wake(self) -> None:
+        """Lets all ranks go on."""
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGCONT)  # type: ignore[arg-type]
 
     def __enter__(self) -> MortalRanks:
         return self

@@ -11,7 +11,7 @@ from torchrec_ext._lazy import lazy_attributes
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest
 from torchrec_ext.delta.replay import EmbeddingState
-from torchrec_ext.errors import CorruptTableError, DeltaDumpError, DeltaLogError
+from torchrec_ext.errors import CorruptTableError, DeltaDumpError, DeltaLogError, FencedError
 
 if TYPE_CHECKING:
     from torchrec_ext.delta.cut import DumpResult
@@ -26,6 +26,7 @@ __all__ = [
     "DumpId",
     "DumpResult",
     "EmbeddingState",
+    "FencedError",
     "Manifest",
 ]
 

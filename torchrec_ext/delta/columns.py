@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DeltaSource, TableDelta
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaDumpError
@@ -37,7 +38,7 @@ class SplitBand:
 
 
 def split_bands(tables: Sequence[TrackedTable]) -> dict[str, SplitBand]:
-    """The bands of tables that several ranks hold columns of, by the name that ``TablePart.fqn`` gives them.
+    """The bands of tables that several ranks hold columns of, by the name that ``TablePart.part`` gives them.
 
     Every rank gets the same ones in the same order, which is that in which they are joined.
     """
@@ -67,7 +68,7 @@ class ColumnJoiner:
     """Joins the columns of one dump after another.
 
     Args:
-        group: used by the writer's thread only.
+        committer: has the group, which the writer's thread alone uses while a dump is committed.
         bands: of ``split_bands``.
         lose: takes a band and keys whose columns were read, but could not be joined: they must be
             read again.
@@ -75,16 +76,23 @@ class ColumnJoiner:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        committer: Committer,
         bands: Mapping[str, SplitBand],
         lose: Callable[[str, NDArray[np.int64]], None],
     ) -> None:
-        self.group = group
+        self._committer = committer
         self.bands = bands
-        self.rank = dist.get_rank(group)
-        self._ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(self.group)
+        self._ranks = dist.get_process_group_ranks(self.group)
         self._lose = lose
         self._losses = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks; asked for each time, since the committer lets go of it."""
+        if self._committer.group is None:
+            raise RuntimeError("the dumper is closed")
+        return self._committer.group
 
     @property
     def losses(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.cut import NO_KEYS, Cut, TableDelta
+from torchrec_ext.delta.generations import Generation
 from torchrec_ext.delta.manifest import (
     MANIFEST_NAME,
     DumpId,
@@ -26,7 +27,7 @@ from torchrec_ext.delta.manifest import (
     TableInfo,
 )
 from torchrec_ext.delta.ranks import leave
-from torchrec_ext.errors import DeltaDumpError
+from torchrec_ext.errors import DeltaDumpError, DeltaLogError, FencedError
 from torchrec_ext.ranks import gather
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,12 @@ class _RankFiles:
 
 @dataclass(frozen=True)
 class _Vote:
-    """What a rank tells the others of a dump: its files, or why it has none."""
+    """What a rank tells the others of a dump: its files, or why it has none, or may not have any."""
 
     dump: DumpId
     files: _RankFiles | None
     error: str | None
+    fenced: str | None
 
 
 class Committer:
@@ -55,32 +57,45 @@ class Committer:
     in the next dump, unless that says something newer of the same key.
 
     Args:
-        directory: the log's.
         tables: what the manifest says of each table.
-        generation: the run generation.
+        generation: the run's right to commit.
         previous: the last dump committed before this run.
-        group: used by nobody else; None in a single process.
+        group: used by nobody else while a dump is being committed; None in a single process.
+
+    Attributes:
+        last_committed: the last dump of this run that was committed.
+        group: the same, until ``close``. Others must not keep it: ranks that wait for this one go on
+            waiting as long as anybody has it.
     """
 
     def __init__(
         self,
-        directory: Path,
         tables: dict[str, TableInfo],
-        generation: int,
+        generation: Generation,
         previous: DumpId | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._directory = directory
+        self.last_committed: DumpId | None = None
+        self._directory = generation.directory
         self._tables = tables
         self._generation = generation
         self._previous = previous
-        self._group = group
+        self._supersedes: tuple[DumpId, ...] = ()
+        self.group = group
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._uncommitted: dict[str, TableDelta] = {}
         self._own_files: list[Path] = []
         self._abandoned: Path | None = None
         self._lost_rank = False
+
+    def supersede(self, dumps: Sequence[DumpId]) -> None:
+        """Makes the next dump that is committed void these."""
+        self._supersedes = tuple(dumps)
+
+    def uncommitted_keys(self) -> dict[str, NDArray[np.int64]]:
+        """By table, the keys of which this rank said something that is not committed yet."""
+        return {fqn: delta.keys for fqn, delta in self._uncommitted.items()}
 
     def commit(self, cut: Cut) -> Manifest | None:
         """Writes and commits a dump together with the other ranks.
@@ -90,9 +105,10 @@ class Committer:
 
         Raises:
             DeltaDumpError: it was not committed; says which rank failed and why.
+            FencedError: neither it nor any later one will be: a newer run has opened the log.
             RuntimeError: another rank is gone, so nobody can tell whether it was committed.
         """
-        dump = DumpId(self._generation, cut.step)
+        dump = DumpId(self._generation.number, cut.step)
         path = self._directory / dump.directory
         if self._lost_rank:  # the last dump may be committed, so its files must stay as they are
             cut.discard()
@@ -101,29 +117,37 @@ class Committer:
         files, error = None, cut.error
         if error is None:
             try:
+                self._generation.check()
                 files = self._write(path, cut)
             except Exception as caught:
                 error = caught
         if files is None:
             cut.discard()
         try:
-            manifest = self._agree(dump, path, cut, _Vote(dump, files, _describe(error)))
+            manifest = self._agree(dump, path, cut, self._vote(dump, files, error))
         except DeltaDumpError as refused:
-            self._keep(cut)
+            if isinstance(refused, FencedError):
+                self._uncommitted.clear()  # nobody will ever want to know
+            else:
+                self._keep(cut)
             self._remove_own_files()
             self._abandoned = path
             if error is not None:
                 raise refused from error
             raise
         self._uncommitted.clear()
+        self._supersedes = ()
         self._abandoned = None
-        self._previous = dump
+        self._previous = self.last_committed = dump
         return manifest
 
     def close(self) -> None:
-        """Leaves the group, so that ranks which wait for this one fail instead."""
+        """Leaves the log and the group, so that ranks which wait for this one fail instead."""
         self._remove_abandoned_directory()
-        group, self._group = self._group, None
+        if self._rank == 0:
+            with contextlib.suppress(OSError, DeltaLogError):
+                self._generation.close()
+        group, self.group = self.group, None
         leave(group)
 
     def _write(self, path: Path, cut: Cut) -> _RankFiles:
@@ -148,7 +172,7 @@ class Committer:
                 )
         self._own_files.append(path / name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
-        fmt.sync_directory(path)
+        fmt.sync(path)
         return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
 
     def _with_uncommitted(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
@@ -179,6 +203,7 @@ class Committer:
 
     def _agree(self, dump: DumpId, path: Path, cut: Cut, vote: _Vote) -> Manifest | None:
         votes = self._exchange(vote)
+        _raise_fenced(dump, votes)
         if any(v.dump != dump for v in votes):
             steps = ", ".join(f"{v.dump.step} on rank {rank}" for rank, v in enumerate(votes))
             raise _refused(dump, f"All ranks must dump the same steps, but dumped step {steps}")
@@ -190,28 +215,39 @@ class Committer:
         if self._rank == 0:
             try:
                 manifest = self._manifest(dump, cut, [v.files for v in votes if v.files])
-                fmt.write_atomically(path / MANIFEST_NAME, manifest.to_json())
+                self._generation.commit(dump, manifest.to_json())
             except Exception as caught:
                 error = caught
             else:
                 self._sync_directories(path)
-        committed = self._exchange(_Vote(dump, None, _describe(error)))[0]
+        committed = self._exchange(self._vote(dump, None, error))[0]
+        _raise_fenced(dump, [committed])
         if committed.error is not None:
             why = f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
             raise _refused(dump, why) from error
         return manifest
 
+    def _vote(self, dump: DumpId, files: _RankFiles | None, error: BaseException | None) -> _Vote:
+        fenced = None
+        if error is not None:
+            # A newer run has removed what this one was about to write, or is about to.
+            try:
+                self._generation.check()
+            except FencedError as why:
+                fenced = str(why)
+        return _Vote(dump, files, None if error is None else f"{type(error).__name__}: {error}", fenced)
+
     def _sync_directories(self, path: Path) -> None:
         # Readers see the dump by now: it is committed, though a power failure may still undo it.
         try:
             for directory in (path, self._directory):
-                fmt.sync_directory(directory)
+                fmt.sync(directory)
         except Exception:
             logger.warning("%s is committed, but may not be on the disk yet", path, exc_info=True)
 
     def _exchange(self, vote: _Vote) -> list[_Vote]:
         try:
-            return gather(self._group, vote)
+            return gather(self.group, vote)
         except RuntimeError as error:
             self._lost_rank = True
             raise RuntimeError(
@@ -229,6 +265,8 @@ class Committer:
             parts=tuple(f.part for f in files),
             fallbacks=tuple(f.fallback for f in files),
             stats=tuple(f.stats for f in files),
+            supersedes=self._supersedes,
+            run_id=self._generation.run_id,
             metadata=cut.metadata,
         )
 
@@ -243,7 +281,7 @@ class Committer:
             self._uncommitted[delta.fqn] = before.without(delta.keys).plus(owned) if before else owned
 
     def _remove_own_files(self) -> None:
-        # Its own only: where two trainers share a directory by mistake, the other's stay.
+        # Its own only: the directory is the other ranks' as well.
         for file in self._own_files:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -262,5 +300,7 @@ def _refused(dump: DumpId, why: str) -> DeltaDumpError:
     )
 
 
-def _describe(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+def _raise_fenced(dump: DumpId, votes: Sequence[_Vote]) -> None:
+    for vote in votes:
+        if vote.fenced is not None:
+            raise FencedError(f"the dump of step {dump.step} was not committed: {vote.fenced}")

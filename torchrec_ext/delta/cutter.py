@@ -103,7 +103,7 @@ class Cutter:
             else:
                 cut.deltas = cut.stream = PieceStream()
             if self._joiner is not None:
-                keys = {self._trackers[fqn].table.fqn: diff.upsert_keys for fqn, diff in diffs.items()}
+                keys = {self._trackers[fqn].table.part: diff.upsert_keys for fqn, diff in diffs.items()}
                 split = {name: keys[name] for name in self._joiner.bands if name in keys}
                 cut.deltas = self._joiner.join(cut.deltas, split, losses)
         except BaseException as error:
@@ -167,7 +167,7 @@ class Cutter:
     def _num_published(self, fqn: str, diff: Diff) -> int:
         if self._joiner is None:
             return len(diff.upsert_keys)
-        return self._joiner.num_published(self._trackers[fqn].table.fqn, diff.upsert_keys)
+        return self._joiner.num_published(self._trackers[fqn].table.part, diff.upsert_keys)
 
     def _vector_bytes(self, diffs: Diffs) -> int:
         return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())

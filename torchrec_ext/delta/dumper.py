@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,16 +22,21 @@ from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DumpResult
 from torchrec_ext.delta.cutter import Cutter
 from torchrec_ext.delta.following import Followers, find_tables
+from torchrec_ext.delta.keys import Keys
 from torchrec_ext.delta.opening import check_places, describe, open_log, select_tables
+from torchrec_ext.delta.position import LogPosition, merged
 from torchrec_ext.delta.ranks import leave, private_group
-from torchrec_ext.delta.schedule import EverySeconds, EverySteps, Schedule
+from torchrec_ext.delta.resuming import Restart
+from torchrec_ext.delta.schedule import schedule_of
 from torchrec_ext.delta.tracked import RowSource
 from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.delta.writer import DumpWriter
+from torchrec_ext.ranks import gather, on_every_rank
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_PENDING_BYTES = 1 << 30
+_STATE = "log_position"
 
 
 class DeltaDumper:
@@ -43,8 +49,13 @@ class DeltaDumper:
     Every rank of the group constructs it, at the same point of the program, and calls ``step`` after
     each update. It changes nothing of what the model computes. Read the directory with ``DeltaLog``.
 
-    A directory that holds a log already is continued: the first dump then holds every row, and deletes
-    the keys that the model does not hold (any more), so that replaying stays exact.
+    A directory that holds a log already is continued, and an older run that still writes to it is fenced
+    off: its dumps are refused (``FencedError``). After a checkpoint was loaded, ``resume`` makes the log go
+    back to it. Without that, the first dump holds every row, and deletes the keys that the model does not
+    hold (any more), so that replaying stays exact.
+
+    It is a ``torch.distributed.checkpoint`` ``Stateful``: saved with the model, it need not read the whole
+    log when training resumes.
 
     Args:
         model: the model; ZCH modules in it are sharded by TorchRec (``DistributedModelParallel``).
@@ -92,6 +103,8 @@ class DeltaDumper:
         self._directory = Path(output_dir)
         self._last_step: int | None = None
         self._last_dump: int | None = None
+        self._resumed_at: int | None = None
+        self._base = LogPosition()
         self._marked = False
         self._closed = False
         self._rows: dict[str, list[RowSource]] = {}
@@ -107,40 +120,45 @@ class DeltaDumper:
         )
         try:
             check_places(group, found)
-            log, held = open_log(self._directory, group, found)
-            self._generation = log[-1].generation + 1 if log else 0
-            self._schedule = _schedule(interval_steps, interval_seconds, group)
-            publish_all = first_dump == "full" or bool(log)
+            opened = open_log(self._directory, group, found)
+            self._schedule = schedule_of(interval_steps, interval_seconds, group)
+            publish_all = first_dump == "full" or bool(opened.dumps)
             for table in found:
                 parts = self._followers.rows_of(table, all_changed=publish_all)
                 self._rows[table.fqn] = [rows for _, rows in parts]
                 if table.place is None or rank == 0:
                     for number, (part, rows) in enumerate(parts):
+                        held = opened.held.get(table.fqn, NO_KEYS)
                         trackers[f"{table.fqn}/{number}"] = Tracker(
-                            part,
-                            rows,
-                            publish_all=publish_all,
-                            orphans=held.get(table.fqn, NO_KEYS) if number == 0 else NO_KEYS,
+                            part, rows, publish_all=publish_all, orphans=held[part.keeps(held)]
                         )
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
                 pin_memory=any(rows.device.type == "cuda" for parts in self._rows.values() for rows in parts),
             )
             infos = {table.fqn: describe(table) for table in found}
-            previous = log[-1].dump if log else None
-            # From here on the group is the writer's alone.
-            committer = Committer(self._directory, infos, self._generation, previous, group)
-            joiner = ColumnJoiner(group, split, self._followers.lose) if group is not None and split else None
+            previous = opened.dumps[-1].dump if opened.dumps else None
+            # From here on the group is the writer's, unless it has nothing to write.
+            self._committer = Committer(infos, opened.generation, previous, group)
+            joiner = ColumnJoiner(self._committer, split, self._followers.lose) if group and split else None
         except BaseException:
             self._followers.detach()
             leave(group)
             raise
-        self._writer = DumpWriter(committer, max_pending)
-        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self._generation, joiner)
+        self._trackers = trackers
+        self._generation = opened.generation
+        self._restart: Restart | None = Restart(
+            opened, trackers, self._followers, tables=self._rows, partial=first_dump == "delta"
+        )
+        self._writer = DumpWriter(self._committer, max_pending)
+        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self.generation, joiner)
         self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
-        if log and first_dump == "delta":
-            logger.info("%s holds a log already: the first dump holds every row", self._directory)
-        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._directory, self._generation)
+        if opened.dumps and first_dump == "delta":
+            logger.info(
+                "%s holds a log already: unless training resumes, the first dump holds every row",
+                self._directory,
+            )
+        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._directory, self.generation)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -150,7 +168,7 @@ class DeltaDumper:
     @property
     def generation(self) -> int:
         """The run generation of its dumps."""
-        return self._generation
+        return self._generation.number
 
     def step(self, global_step: int) -> DumpResult | None:
         """Takes note that a training step is over, and dumps if a dump is due.
@@ -165,9 +183,11 @@ class DeltaDumper:
             ValueError: the step number does not grow.
             CorruptTableError: a table of this rank contradicts itself.
             DeltaDumpError: an earlier dump was not committed, here or on another rank.
+            FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()
-        global_step = self._checked_step(global_step, self._last_step)
+        before = self._resumed_at if self._last_step is None else self._last_step
+        global_step = self._checked_step(global_step, before)
         if global_step != self._last_dump:
             self._checked_step(global_step, self._last_dump)
         self._last_step = global_step
@@ -195,14 +215,85 @@ class DeltaDumper:
             ValueError: the step number does not grow, or ``metadata`` is not a JSON object.
             CorruptTableError: a table of this rank contradicts itself.
             DeltaDumpError: an earlier dump was not committed, here or on another rank.
+            FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()
+        if self._last_dump is None and self._resumed_at is not None:
+            self._checked_step(global_step, self._resumed_at - 1)  # of this step there may be none yet
         global_step = self._checked_step(global_step, self._last_dump)
         if global_step != self._last_step:
             self._checked_step(global_step, self._last_step)
         result = self._dump(global_step, json_object(metadata or {}))
         self._writer.raise_errors()
         return result
+
+    @torch.no_grad()
+    def resume(self, global_step: int) -> DumpResult | None:
+        """Goes on from a checkpoint that was loaded into the model, on every rank before the first step.
+
+        Where the log is ahead, the dumps that came after the checkpoint are superseded at once: a dump of
+        this step says again what they said anything of, as it is in the model now, or deletes it. When
+        this returns, it is committed. Where the log is not ahead, what changed before the checkpoint and
+        was not dumped goes out with the next dump.
+
+        If the dumper was saved in the checkpoint and loaded with the model, only keys are read from the
+        log, at any world size. Else, or if the log is another one, the vectors in it are compared with the
+        model's, and what differs goes out.
+
+        Args:
+            global_step: the step of the checkpoint; steps are counted on from there.
+
+        Returns:
+            This rank's share of the dump, None if the log is not ahead.
+
+        Raises:
+            ValueError: a step or dump was taken before, or the loaded state is of a later step.
+            CorruptTableError: a table of this rank contradicts itself.
+            DeltaLogError: the log is damaged.
+            DeltaDumpError: the dump was not committed; it goes out with the next one.
+            FencedError: nor will a later one be: a newer run has opened the log.
+        """
+        self._check_open()
+        global_step = self._checked_step(global_step, None)
+        if self._restart is None or self._last_step is not None:
+            raise ValueError("resume comes first, once, before any step or dump of this DeltaDumper")
+        branch = self._restart.go_on_from(global_step, self._committer.group, marked=self._marked)
+        self._restart = None
+        self._marked = False
+        self._resumed_at = global_step
+        self._schedule.go_on_after(global_step)
+        if branch.kept:
+            self._base = LogPosition(branch.kept[-1].dump, branch.kept[-1].run_id)
+        if not branch.ahead:
+            return None
+        self._committer.supersede([dump.dump for dump in branch.ahead])
+        result = self._dump(global_step, {})
+        self.flush()
+        return result
+
+    def state_dict(self) -> dict[str, bytes]:
+        """What a checkpoint keeps, on every rank the same: the last dump, and the keys changed since.
+
+        All ranks call it (``torch.distributed.checkpoint.save`` does). It waits for dumps under way. Eight
+        bytes for each key that changed since the last dump; a checkpoint right after a dump keeps none.
+        """
+        return {_STATE: self._position().to_bytes()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave, at any world size, for the ``resume`` that follows.
+
+        Raises:
+            ValueError: it is something else, or a step or dump was taken before.
+        """
+        self._check_open()
+        if self._restart is None or self._last_step is not None:
+            raise ValueError("load_state_dict comes before resume, and before any step or dump")
+        if _STATE not in state_dict:
+            raise ValueError(f"state_dict has no {_STATE!r}: it is not one of a DeltaDumper")
+        try:
+            self._restart.saved = LogPosition.from_bytes(state_dict[_STATE])
+        except ValueError as error:
+            raise ValueError(f"state_dict[{_STATE!r}] is not one of a DeltaDumper: {error}") from error
 
     def mark(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows were written by other means than training.
@@ -281,9 +372,41 @@ class DeltaDumper:
             self._leave(wait=False)
 
     def _dump(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
+        if self._restart is not None and self._restart.saved is not None:
+            logger.warning(
+                "the state that was loaded into the dumper is not used: call resume() after loading a "
+                "checkpoint. The first dump holds every row"
+            )
+        self._restart = None
         self._last_dump = global_step
         self._marked = False
         return self._cutter.cut(global_step, metadata)
+
+    def _position(self) -> LogPosition:
+        """Where it stands in the log; nothing is known before the first dump and after the last."""
+        if self._closed or self._restart is not None:
+            return LogPosition()
+        self._cutter.settle()
+        self._writer.wait_until_written()
+        last, run_id = self._base.dump, self._base.run_id
+        if self._committer.last_committed is not None:
+            last, run_id = self._committer.last_committed, self._generation.run_id
+        if last is None:
+            return LogPosition()
+        group = self._committer.group
+        return LogPosition(last, run_id, merged(gather(group, on_every_rank(group, self._unsaid))))
+
+    def _unsaid(self) -> dict[str, Keys]:
+        try:
+            self._followers.pause()
+            diffs = [(tracker.table.fqn, tracker.compare()) for tracker in self._trackers.values()]
+        finally:
+            self._followers.resume()
+        kept = self._committer.uncommitted_keys()
+        return merged(
+            [{fqn: np.concatenate([diff.upsert_keys, diff.delete_keys])} for fqn, diff in diffs]
+            + [{fqn: kept.get(fqn, NO_KEYS)} for fqn, _ in diffs]
+        )
 
     def _step_owed(self) -> int | None:
         """The step of the dump that is still due when the dumper is closed, the same on every rank."""
@@ -315,20 +438,9 @@ class DeltaDumper:
         if before is not None and global_step <= before:
             raise ValueError(
                 f"global_step must grow: got {global_step} after {before}. After a restart, construct a "
-                "new DeltaDumper on the same directory"
+                "new DeltaDumper on the same directory, load the checkpoint and call resume()"
             )
         return int(global_step)
-
-
-def _schedule(
-    interval_steps: int | None, interval_seconds: float | None, group: dist.ProcessGroup | None
-) -> Schedule:
-    if interval_steps is not None:
-        return EverySteps(interval_steps)
-    assert interval_seconds is not None
-    if group is None:
-        return EverySeconds(interval_seconds, 0, None)
-    return EverySeconds(interval_seconds, dist.get_rank(group), group.get_group_store())
 
 
 def _warn_unclosed(directory: Path) -> None:

@@ -63,7 +63,7 @@ class Followers:
             if table.module not in self._plain:
                 self._plain[table.module] = PlainFollower(table, all_changed=all_changed)
             parts = self._plain[table.module].rows_of(table)
-            self._parts.update((part.fqn, rows) for part, rows in parts if part.fqn in self._split)
+            self._parts.update((part.part, rows) for part, rows in parts if part.part in self._split)
             return parts
         assert isinstance(table, RecStoreTable)
         store = table.local_store

@@ -259,27 +259,26 @@ def rename_hidden(path: Path) -> None:
     os.rename(hidden(path), path)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small new file so that it is there whole or not at all, also after a power failure.
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a new file, which is on the disk when this returns; not there at all if it fails.
 
     Raises:
         FileExistsError: there is such a file already; it is left as it is.
     """
-    opened = hidden(path).open("xb")  # if it is there already, it is not ours to remove below
+    opened = path.open("xb")  # if it is there already, it is not ours to remove below
     try:
         with opened as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        rename_hidden(path)
     except BaseException:
-        hidden(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
 
 
-def sync_directory(directory: Path) -> None:
-    """Puts a directory's entries on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Puts a file, or a directory's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.chain import in_chain_order, without_superseded
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
-from torchrec_ext.delta.replay import EmbeddingState, HashFunction, Replay
+from torchrec_ext.delta.replay import EmbeddingState, HashFunction, KeyFilter, Replay
 from torchrec_ext.errors import DeltaLogError
 
 
@@ -43,8 +44,12 @@ class DeltaLog:
             raise DeltaLogError(f"{self.directory}: no such directory")
         self._verified: set[tuple[DumpId, str]] = set()
 
-    def dumps(self) -> list[Manifest]:
+    def dumps(self, *, superseded: bool = False) -> list[Manifest]:
         """The committed dumps, oldest first.
+
+        Args:
+            superseded: also those that a run which went back to an earlier step has made void. In this
+                form the list only ever grows, at its end.
 
         Raises:
             DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; the
@@ -62,20 +67,22 @@ class DeltaLog:
                 raise DeltaLogError(f"{entry.name}: {MANIFEST_NAME} cannot be read: {error}") from error
             manifest = Manifest.from_json(data, entry.name)
             manifests[manifest.dump] = manifest
-        return _in_chain_order(manifests)
+        chain = in_chain_order(manifests)
+        return chain if superseded else without_superseded(chain)
 
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
 
         Args:
             step: the dump's step.
-            generation: its run generation; by default the newest that dumped this step.
+            generation: its run generation, of a superseded dump too; by default the newest that dumped
+                this step.
 
         Raises:
             DeltaLogError: there is no such dump, or a file of it is missing or damaged.
         """
         dump = self._find(step, generation)
-        return self._read(dump, dump.parts, fmt.PART_SCHEMA)
+        return self.rows_of(dump, dump.parts, fmt.PART_SCHEMA)
 
     def replay(
         self,
@@ -87,7 +94,8 @@ class DeltaLog:
 
         Args:
             upto: the last step to take in; by default all. With several generations, the newest dump
-                at or before this step counts, and those it follows.
+                at or before this step counts, and those it follows. Superseded dumps never count: after
+                a run went back to step 150, 200 means what that run says of it, once it does.
             hash_fns: for tables with an ``input_hash_func``, that function by table FQN, so that
                 ``lookup`` takes raw ids; without it, their keys are hashed ids. It is called as
                 TorchRec calls it, ``fn(ids, input_hash_size)`` with an int64 tensor.
@@ -100,8 +108,8 @@ class DeltaLog:
                 covered, or a file is missing or damaged.
         """
         dumps = self._upto(upto)
-        replay = self._collect(dumps)
-        fallbacks = self._read(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
+        replay = self.history(dumps)
+        fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
         return replay.states(dumps[-1], fallbacks, hash_fns or {})
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
@@ -116,7 +124,25 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``replay``.
         """
-        return self._collect(self._upto(upto)).keys()
+        return self.history(self._upto(upto)).keys()
+
+    def history(self, dumps: Sequence[Manifest], keep: KeyFilter | None = None) -> Replay:
+        """What dumps say, one after another.
+
+        Args:
+            dumps: some of ``dumps()``, oldest first.
+            keep: the keys to take in; by default all.
+
+        Raises:
+            DeltaLogError: a file is missing or damaged.
+        """
+        replay = Replay(keep)
+        for dump in dumps:
+            for part in dump.parts:
+                replay.add_part(dump, self.checked_path(dump, part, fmt.PART_SCHEMA))
+            for fallback in dump.fallbacks:
+                self.checked_path(dump, fallback, fmt.FALLBACK_SCHEMA)
+        return replay
 
     def _upto(self, upto: int | None) -> list[Manifest]:
         dumps = self.dumps()
@@ -124,35 +150,33 @@ class DeltaLog:
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
             raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
-        dumps = dumps[: last + 1]
-        void = {dump for manifest in dumps for dump in manifest.supersedes}
-        return [manifest for manifest in dumps if manifest.dump not in void]
+        return dumps[: last + 1]
 
-    def _collect(self, dumps: list[Manifest]) -> Replay:
-        replay = Replay()
-        for dump in dumps:
-            for part in dump.parts:
-                replay.add_part(dump, self._checked(dump, part, fmt.PART_SCHEMA))
-            for fallback in dump.fallbacks:
-                self._checked(dump, fallback, fmt.FALLBACK_SCHEMA)
-        return replay
+    def rows_of(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
+        """The rows of some of a dump's files, with the columns of ``schema``.
 
-    def _read(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
+        Raises:
+            DeltaLogError: a file is missing or damaged.
+        """
         tables = []
         for entry in files:
-            with pq.ParquetFile(self._checked(dump, entry, schema)) as file:
+            with pq.ParquetFile(self.checked_path(dump, entry, schema)) as file:
                 tables.append(file.read())
         return pa.concat_tables(tables)
 
     def _find(self, step: int, generation: int | None) -> Manifest:
-        for dump in reversed(self.dumps()):
+        for dump in reversed(self.dumps(superseded=generation is not None)):
             if dump.step == step and generation in (None, dump.generation):
                 return dump
         which = "" if generation is None else f" of generation {generation}"
         raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
 
-    def _checked(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
-        """The path of a dump's file, after a check that the file is what the manifest says."""
+    def checked_path(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
+        """The path of a dump's file, after a check that the file is what the manifest says.
+
+        Raises:
+            DeltaLogError: it is not, or is missing.
+        """
         where = f"{dump.dump.directory}: {entry.name}"
         path = _no_symlink(self.directory / dump.dump.directory / entry.name)
         try:
@@ -180,28 +204,3 @@ def _no_symlink(path: Path) -> Path:
         if step.is_symlink():
             raise DeltaLogError(f"{step}: a symbolic link; a dump's files lie in its own directory")
     return path
-
-
-def _in_chain_order(manifests: dict[DumpId, Manifest]) -> list[Manifest]:
-    """Orders dumps from the one without a predecessor to the one without a successor."""
-    next_of: dict[DumpId | None, Manifest] = {}
-    for dump, manifest in sorted(manifests.items()):
-        before = manifest.previous
-        if before is not None and before not in manifests:
-            raise DeltaLogError(
-                f"{dump.directory} follows {before.directory}, which is missing: the chain has a gap"
-            )
-        if before in next_of:
-            after = before.directory if before else "nothing"
-            raise DeltaLogError(
-                f"{next_of[before].dump.directory} and {dump.directory} both follow {after}: "
-                "two trainers wrote to one directory, or a dump was copied into it"
-            )
-        next_of[before] = manifest
-    chain: list[Manifest] = []
-    while (following := next_of.get(chain[-1].dump if chain else None)) is not None:
-        chain.append(following)
-    if len(chain) != len(manifests):
-        stray = sorted(set(manifests) - {m.dump for m in chain})[0]
-        raise DeltaLogError(f"{stray.directory} is not connected to the first dump: a loop of dumps")
-    return chain

@@ -119,7 +119,8 @@ class Manifest:
         parts: the files of the rows that changed, by rank.
         fallbacks: the files of the fallback rows, by rank.
         stats: what it cost each rank.
-        supersedes: dumps that this one makes void.
+        supersedes: dumps that this one makes void: readers leave them out.
+        run_id: tells the run that wrote it from those of the same generation in other logs.
         metadata: the user's own, a JSON object.
         format_version: of the files and of this manifest.
     """
@@ -134,6 +135,7 @@ class Manifest:
     fallbacks: tuple[FileEntry, ...]
     stats: tuple[RankStats, ...]
     supersedes: tuple[DumpId, ...] = ()
+    run_id: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
@@ -210,6 +212,7 @@ class Manifest:
                 fallbacks=tuple(_record(FileEntry, entry) for entry in raw["fallbacks"]),
                 stats=tuple(_record(RankStats, entry) for entry in raw["stats"]),
                 supersedes=tuple(_record(DumpId, dump) for dump in raw["supersedes"]),
+                run_id=str(raw.get("run_id", "")),
                 metadata=dict(raw["metadata"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

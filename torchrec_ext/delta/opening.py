@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import shutil
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from torchrec_ext.delta.chain import without_superseded
+from torchrec_ext.delta.generations import FOLDER, Generation, claim, remove_uncommitted
 from torchrec_ext.delta.log import DeltaLog
-from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest, TableInfo
+from torchrec_ext.delta.manifest import DumpId, Manifest, TableInfo
+from torchrec_ext.delta.replay import KeyFilter
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
 from torchrec_ext.ranks import gather, on_every_rank
@@ -95,14 +99,27 @@ def check_places(group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]
             )
 
 
-def open_log(
-    directory: Path, group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]
-) -> tuple[list[Manifest], dict[str, NDArray[np.int64]]]:
-    """Makes the directory ready for a new run, on all ranks together.
+@dataclass(frozen=True)
+class OpenedLog:
+    """A log that this run may commit to.
 
-    Returns:
-        The dumps that are there already, and of each table the keys that a consumer of them holds,
-        of those that route to this rank.
+    Attributes:
+        generation: the run's right to.
+        log: the log.
+        dumps: those that are committed, superseded ones too, oldest first; no older run can add any.
+        held: of each table the keys that a consumer holds, of those that route to this rank.
+    """
+
+    generation: Generation
+    log: DeltaLog
+    dumps: list[Manifest]
+    held: dict[str, NDArray[np.int64]]
+
+
+def open_log(directory: Path, group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]) -> OpenedLog:
+    """Opens the directory for a new run, on all ranks together; fences an older run off that still lives.
+
+    What can be wrong is found before the older run loses its right to commit.
 
     Raises:
         ValueError: the directory holds something else, or is not shared by all ranks.
@@ -110,69 +127,98 @@ def open_log(
     """
     rank = dist.get_rank(group) if group is not None else 0
     on_every_rank(group, lambda: prepare_directory(directory, rank))
-    log = on_every_rank(group, lambda: read_log(directory, tables))
-    heads = gather(group, log[-1].dump if log else None)
-    if len(set(heads)) > 1:
-        raise DeltaLogError(f"ranks see different logs in {directory}, which end with {heads}")
-    return log, on_every_rank(group, lambda: held_keys(directory, log, tables))
+    log = on_every_rank(group, lambda: shared_log(directory))
+    seen = on_every_rank(group, lambda: read_log(log, tables))
+    held = on_every_rank(group, lambda: held_keys(log, seen, tables))
+    mine = on_every_rank(group, lambda: take_over(directory) if rank == 0 else None)
+    generation = gather(group, mine)[0]
+    assert generation is not None
+    dumps = on_every_rank(group, lambda: read_log(log, tables))
+    ends = gather(group, dumps[-1].dump if dumps else None)
+    if len(set(ends)) > 1:
+        generation.check()  # a newer run has begun to write already
+        raise DeltaLogError(f"ranks see different logs in {directory}, which end with {ends}")
+    # The older run may have been quick: it committed once more, and ranks may have seen it or not.
+    held = on_every_rank(group, lambda: held if dumps == seen else held_keys(log, dumps, tables))
+    return OpenedLog(generation, log, dumps, held)
 
 
 def prepare_directory(directory: Path, rank: int) -> None:
-    """On rank 0: makes the directory and clears what a run that died left half-written.
+    """On rank 0: makes the directory.
 
     Raises:
         ValueError: it is a file, or holds something else than dumps.
-        DeltaLogError: it holds a broken log; nothing is removed then.
     """
     if rank != 0:
         return
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir {directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
-    entries = sorted(directory.iterdir())
-    strangers = [entry.name for entry in entries if DumpId.from_directory(entry.name) is None]
+    strangers = [
+        entry.name
+        for entry in sorted(directory.iterdir())
+        if DumpId.from_directory(entry.name) is None and entry.name != FOLDER
+    ]
     if strangers:
         raise ValueError(
             f"output_dir {directory} holds something else than dumps "
             f"({', '.join(strangers[:3])}); use a directory of its own"
         )
-    DeltaLog(directory).dumps()
-    for entry in entries:
-        if not (entry / MANIFEST_NAME).exists():
-            logger.info("removing %s, which was never committed", entry.name)
-            shutil.rmtree(entry)
 
 
-def read_log(directory: Path, tables: Sequence[TrackedTable]) -> list[Manifest]:
-    """The dumps that are there already, after a check that these tables can continue them.
+def shared_log(directory: Path) -> DeltaLog:
+    """The log in a directory.
 
     Raises:
-        ValueError: the ranks do not share the directory.
-        DeltaLogError: the log is broken, or holds a table of another dimension or key space.
+        ValueError: this rank does not see the directory.
     """
     if not directory.is_dir():
         raise ValueError(f"output_dir {directory} is not there; it must be shared by all ranks")
-    log = DeltaLog(directory).dumps()
-    known = {fqn: info for dump in log for fqn, info in dump.tables.items()}
+    return DeltaLog(directory)
+
+
+def take_over(directory: Path) -> Generation:
+    """Begins a generation, and clears what runs that died, or were fenced off, left half-written."""
+    generation = claim(directory)
+    remove_uncommitted(generation)
+    return generation
+
+
+def read_log(log: DeltaLog, tables: Sequence[TrackedTable]) -> list[Manifest]:
+    """The dumps that are there already, superseded ones too, after a check that these tables fit them.
+
+    Raises:
+        DeltaLogError: the log is broken, or holds a table of another dimension or key space.
+    """
+    dumps = log.dumps(superseded=True)
+    known = {fqn: info for dump in without_superseded(dumps) for fqn, info in dump.tables.items()}
     for table in tables:
         before, now = known.get(table.fqn), describe(table)
         if before and (before.dim, before.key_space) != (now.dim, now.key_space):
             raise DeltaLogError(
-                f"{table.fqn} has {before.key_space} keys and dimension {before.dim} in {directory}, "
+                f"{table.fqn} has {before.key_space} keys and dimension {before.dim} in {log.directory}, "
                 f"{now.key_space} keys and dimension {now.dim} in the model; use another directory"
             )
-    return log
+    return dumps
 
 
 def held_keys(
-    directory: Path, log: list[Manifest], tables: Sequence[TrackedTable]
+    log: DeltaLog, dumps: Sequence[Manifest], tables: Sequence[TrackedTable]
 ) -> dict[str, NDArray[np.int64]]:
     """The keys that a consumer of the log holds, of those that route to this rank, by table."""
-    if not log:
-        return {}
-    held = DeltaLog(directory).keys()
-    return {
-        table.fqn: held[table.fqn][table.routing.shard_of(held[table.fqn]) == table.shard]
-        for table in tables
-        if table.fqn in held
-    }
+    return log.history(without_superseded(dumps), own_keys(tables)).keys()
+
+
+def own_keys(tables: Sequence[TrackedTable]) -> KeyFilter:
+    """Which keys of these tables, or parts of tables, are up to this rank; of other tables none."""
+    known: dict[str, list[TrackedTable]] = defaultdict(list)
+    for table in tables:
+        known[table.fqn].append(table)
+
+    def keep(fqn: str, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        kept = np.zeros(len(keys), np.bool_)
+        for table in known.get(fqn, ()):
+            kept |= table.keeps(keys)
+        return kept
+
+    return keep

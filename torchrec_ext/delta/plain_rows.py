@@ -228,6 +228,11 @@ class PartRows:
                 for kept, weight in zip(self._kept, self.weights(), strict=True):
                     kept.index_copy_(0, some, weight.index_select(0, some))
 
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``RowSource``."""
+        self._flags.index_fill_(0, rows, True)
+        return rows[:0]
+
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
         keys = rows.cpu().numpy()
@@ -237,7 +242,7 @@ class PartRows:
 
     def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See ``RowSource``: of all ranks, since each row is on one of them."""
-        return (keys >= 0) & (keys < self.part.num_embeddings)
+        return self.part.table.is_row(keys)
 
     def locate(self, keys: NDArray[np.int64], rows: torch.Tensor, moment: int) -> torch.Tensor:
         """See ``RowSource``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.errors import DeltaLogError
 
 HashFunction = Callable[[Any, int], Any]
 """TorchRec's ``input_hash_func``: int64 ids (a tensor) and the hash size to hashed ids (a tensor)."""
+
+KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
+"""Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``."""
 
 
 class EmbeddingState:
@@ -32,6 +36,7 @@ class EmbeddingState:
         vectors: their vectors, float32 ``[n, dim]``.
         fallback: what each shard answers for ids without a row, float32 ``[num_shards, dim]``; empty if
             the keys are ``row`` ids, which all have one.
+        exceptions: the vectors of ids that get another one than their shard's.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class EmbeddingState:
         self.keys = keys
         self.vectors = vectors
         self.fallback = fallback
-        self._exceptions = dict(exceptions)
+        self.exceptions = dict(exceptions)
         self._hash_function = hash_function
 
     def __len__(self) -> int:
@@ -87,7 +92,7 @@ class EmbeddingState:
         answers = np.empty((len(keys), self.info.dim), np.float32)
         answers[owned] = self.vectors[found[owned]]
         answers[~owned] = self.fallback[self.info.routing.shard_of(keys[~owned])]
-        for key, vector in self._exceptions.items():
+        for key, vector in self.exceptions.items():
             answers[keys == key] = vector
         return answers
 
@@ -105,13 +110,24 @@ def _hash(function: HashFunction, ids: NDArray[np.int64], hash_size: int) -> NDA
 
 @dataclass
 class _Group:
-    """One row group: rows of one table in the order in which they were written."""
+    """One row group: rows of one table in the order in which they were written.
+
+    Attributes:
+        keys: of the rows that were taken in.
+        upsert: whether they are upserts.
+        vectors: which of the group's vectors is theirs, as far as they have one; None: to be counted.
+    """
 
     path: Path
     index: int
     where: str
     keys: NDArray[np.int64]
     upsert: NDArray[np.bool_]
+    vectors: NDArray[np.int32] | None = None
+
+    def vectors_of(self, rows: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
+        """Which of the group's vectors are those of rows, by their numbers among those taken in."""
+        return (_nth_vector(self.upsert) if self.vectors is None else self.vectors)[rows]
 
 
 @dataclass
@@ -120,10 +136,18 @@ class _TableHistory:
     groups: list[_Group] = field(default_factory=list)
 
 
-class Replay:
-    """Collects the keys of dumps, oldest first, then reads only the vectors that were not replaced."""
+_NOTHING = _TableHistory(TableInfo(0, "", "", 0, 0, 0, 0, ()))
 
-    def __init__(self) -> None:
+
+class Replay:
+    """Collects the keys of dumps, oldest first, then reads only the vectors that were not replaced.
+
+    Args:
+        keep: the keys to take in; by default all.
+    """
+
+    def __init__(self, keep: KeyFilter | None = None) -> None:
+        self._keep = keep
         self._tables: dict[str, _TableHistory] = {}
 
     def add_part(self, dump: Manifest, path: Path) -> None:
@@ -143,7 +167,11 @@ class Replay:
             columns = file.read_row_group(index, columns=["key_id", "op"])
             upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
             keys = columns["key_id"].to_numpy()
-            self._tables[fqn].groups.append(_Group(path, index, where, keys, upsert))
+            group = _Group(path, index, where, keys, upsert)
+            if self._keep is not None:
+                kept = np.flatnonzero(self._keep(fqn, keys))
+                group = _Group(path, index, where, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
+            self._tables[fqn].groups.append(group)
 
     def states(
         self, dump: Manifest, fallbacks: pa.Table, hash_fns: Mapping[str, HashFunction]
@@ -162,7 +190,7 @@ class Replay:
             keys, winners = _latest_upserts(self._tables[fqn])
             vectors = _gather(self._tables[fqn], winners)
             try:
-                fallback, exceptions = _fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
+                fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
                 raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
@@ -171,6 +199,37 @@ class Replay:
     def keys(self) -> dict[str, NDArray[np.int64]]:
         """The ids that own a row after the last dump taken in, sorted, by table."""
         return {fqn: _latest_upserts(history)[0] for fqn, history in self._tables.items()}
+
+    def keys_of(self, fqn: str) -> NDArray[np.int64]:
+        """The ids of a table that own a row after the last dump taken in, sorted."""
+        return _latest_upserts(self._history(fqn))[0]
+
+    def said_of(self, fqn: str) -> NDArray[np.int64]:
+        """The ids of a table that the dumps say anything of, sorted."""
+        return union(*(group.keys for group in self._history(fqn).groups))
+
+    def latest(
+        self, fqn: str, among: NDArray[np.int64] | None = None
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """The vectors of a table after the last dump taken in, a row group at a time.
+
+        Args:
+            fqn: the table.
+            among: the ids that are asked for; by default all.
+
+        Yields:
+            Ids and their vectors, in any order; each id once.
+        """
+        history = self._history(fqn)
+        keys, winners = _latest_upserts(history)
+        if among is not None:
+            asked = np.isin(keys, among)
+            keys, winners = keys[asked], winners[asked]
+        for which, vectors in _vectors_at(history, winners):
+            yield keys[which], vectors
+
+    def _history(self, fqn: str) -> _TableHistory:
+        return self._tables.get(fqn, _NOTHING)
 
     def _add_tables(self, dump: Manifest) -> None:
         for fqn, info in dump.tables.items():
@@ -199,6 +258,15 @@ def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[
 def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.float32]:
     """The vectors at these positions of the table's history, in their order."""
     vectors = np.empty((len(winners), history.info.dim), np.float32)
+    for which, found in _vectors_at(history, winners):
+        vectors[which] = found
+    return vectors
+
+
+def _vectors_at(
+    history: _TableHistory, winners: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """Reads the vectors at positions of the table's history: which of the positions, and theirs."""
     by_position = np.argsort(winners)
     positions = winners[by_position]
     start = 0
@@ -213,14 +281,16 @@ def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.fl
                         found = fmt.vectors_of(column.chunks, history.info.dim)
                     except ValueError as error:
                         raise DeltaLogError(f"{group.where}: {error}") from error
-                    # Vectors stand for upserts only: a row's is found by counting those before it.
-                    nth = np.cumsum(group.upsert) - 1
-                    vectors[by_position[low:high]] = found[nth[positions[low:high] - start]]
+                    yield by_position[low:high], found[group.vectors_of(positions[low:high] - start)]
                 start = stop
-    return vectors
 
 
-def _fallback_of(
+def _nth_vector(upsert: NDArray[np.bool_]) -> NDArray[np.int32]:
+    # Vectors stand for upserts only: a row's is found by counting those before it.
+    return np.cumsum(upsert, dtype=np.int32) - np.int32(1)
+
+
+def fallback_of(
     info: TableInfo, rows: pa.Table
 ) -> tuple[NDArray[np.float32], dict[int, NDArray[np.float32]]]:
     """The fallback row of each shard, and the vectors of ids that get another one.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 
@@ -14,6 +15,9 @@ class Schedule(Protocol):
 
     def due(self, global_step: int) -> bool:
         """Whether a dump is due after this step."""
+
+    def go_on_after(self, global_step: int) -> None:
+        """Takes note that training goes on from this step."""
 
 
 class EverySteps:
@@ -28,6 +32,10 @@ class EverySteps:
         last = global_step - 1 if self._last is None else self._last
         self._last = global_step
         return global_step // self._interval > last // self._interval
+
+    def go_on_after(self, global_step: int) -> None:
+        """See ``Schedule.go_on_after``."""
+        self._last = global_step
 
 
 class EverySeconds:
@@ -78,6 +86,9 @@ class EverySeconds:
             self._share(self._store)
         return due
 
+    def go_on_after(self, global_step: int) -> None:
+        """See ``Schedule.go_on_after``. The clock does not mind."""
+
     def _decide(self, *, interval_ends: bool) -> None:
         now = self._clock()
         if interval_ends:
@@ -99,3 +110,15 @@ class EverySeconds:
             call, dump = store.get(key).decode().split()
             self._next_call, self._dump_then = int(call), dump == "1"
         self._decisions += 1
+
+
+def schedule_of(
+    interval_steps: int | None, interval_seconds: float | None, group: dist.ProcessGroup | None
+) -> Schedule:
+    """The schedule of an interval in steps or in seconds, of all ranks of a group."""
+    if interval_steps is not None:
+        return EverySteps(interval_steps)
+    assert interval_seconds is not None
+    if group is None:
+        return EverySeconds(interval_seconds, 0, None)
+    return EverySeconds(interval_seconds, dist.get_rank(group), group.get_group_store())

@@ -95,6 +95,10 @@ class StoreRows:
     def settle(self, rows: torch.Tensor) -> None:
         """See ``RowSource``; the moment says it all."""
 
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``RowSource``: none can be named."""
+        return rows
+
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
         if not self._table.dynamic:

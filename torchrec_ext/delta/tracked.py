@@ -21,6 +21,14 @@ class TrackedTable(Protocol):
         """The module's path in the model (wrappers left out) and the table's name, ``"mc.t0"``."""
 
     @property
+    def part(self) -> str:
+        """What deltas call it: ``fqn``, or a name of its own where other ranks have the other columns."""
+
+    @property
+    def columns(self) -> slice | NDArray[np.int64]:
+        """Which of a whole vector's columns it has."""
+
+    @property
     def kind(self) -> str:
         """``zch``, ``recstore`` or ``plain``: the ``source`` of its rows in a dump."""
 
@@ -75,6 +83,9 @@ class TrackedTable(Protocol):
     def unsupported(self) -> str | None:
         """Why the table cannot be followed exactly; None if it can."""
 
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether it is up to this rank to dump, or delete, each key: bool ``[n]`` for int64 ``[n]``."""
+
     def as_answered_(self, vectors: torch.Tensor) -> None:
         """Turns rows, float32 ``[n, dim]``, into what a lookup of one id with weight 1 answers."""
 
@@ -108,6 +119,9 @@ class RowSource(Protocol):
 
     def settle(self, rows: torch.Tensor) -> None:
         """Takes note that ``changed`` need not name these rows again unless they change again."""
+
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """Makes ``changed`` name settled rows again; returns those that it cannot."""
 
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The key that owns each row, and whether one does: int64 and bool ``[n]``."""

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
 from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
+from torchrec_ext.delta.keys import difference
+from torchrec_ext.delta.standing import Standing
 from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
 from torchrec_ext.errors import CorruptTableError
 
@@ -66,6 +68,7 @@ class Tracker:
         self.table = table
         self._rows = rows
         self._orphans = orphans
+        self._unsaid = torch.empty(0, dtype=torch.int64, device=rows.device)
         self._published = None if table.key_space == "row" else _PublishedKeys(table.num_rows, rows.device)
         self._moment: int | None = None
         if not publish_all:
@@ -82,12 +85,15 @@ class Tracker:
         """
         with self._rows.at_rest():
             rows, moment = self._rows.changed(self._moment)
+            if len(self._unsaid):
+                rows = torch.cat([rows, self._unsaid]).unique()
             owners, owned = self._owners(rows)
             left = self._orphans
             if self._published is not None:
                 left = np.concatenate([self._published.replaced(rows, owners, owned), left])
             if len(left):
-                # A key that left its row may own another one, which changed when it was given it.
+                # A key that left its row may own another one, which changed when it was given it; and an
+                # orphan may own one that goes out with this delta.
                 left = left[~self._rows.holds(left)]
         if owned.all():
             return Diff(moment, rows, owners, owned, rows, owners, left)
@@ -122,7 +128,7 @@ class Tracker:
             deletes.append(gone)
             start = stop
         return TableDelta(
-            self.table.fqn, np.concatenate([NO_KEYS, *upserts]), tuple(vectors), np.concatenate(deletes)
+            self.table.part, np.concatenate([NO_KEYS, *upserts]), tuple(vectors), np.concatenate(deletes)
         )
 
     @torch.no_grad()
@@ -165,6 +171,36 @@ class Tracker:
             self._rows.settle(diff.rows)
         self._moment = diff.moment
         self._orphans = NO_KEYS
+        self._unsaid = self._unsaid[:0]
+
+    def stand(self) -> Standing:
+        """How the table's rows stand to a log of which nothing is known yet.
+
+        Raises:
+            CorruptTableError: the collision map does not name each row of the shard exactly once.
+        """
+        with self._rows.at_rest():
+            rows, moment = self._rows.changed(None)
+            owners, owned = self._owners(rows)
+        return Standing(self.table, self._rows, moment, rows, owners, owned)
+
+    def adopt(self, standing: Standing, held: NDArray[np.int64]) -> None:
+        """Goes on from what a log says: the next delta holds what it does not, and deletes the rest.
+
+        Args:
+            standing: from ``stand``.
+            held: the keys that a consumer of the log may hold, int64.
+        """
+        said = standing.said
+        if self._published is not None:
+            self._published = _PublishedKeys(self.table.num_rows, self._rows.device)
+            self._published.put(standing.rows, standing.owners, said)
+        unsaid = torch.from_numpy(np.flatnonzero(standing.owned & ~said))
+        unsaid = standing.rows.index_select(0, unsaid.to(standing.rows.device))
+        self._orphans = difference(held, standing.owners[said])
+        self._moment = standing.moment
+        self._rows.settle(standing.rows)
+        self._unsaid = self._rows.owe(unsaid)
 
     def _owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """As ``RowSource.owners``; a key that routes to another shard owns nothing: nobody asks here."""

@@ -79,7 +79,8 @@ class DumpWriter:
         with self._changed:
             errors, self._errors = self._errors, []
         if len(errors) > 1:
-            raise DeltaDumpError(f"{len(errors)} dumps failed, the last one: {errors[-1]}") from errors[0]
+            kind = type(errors[-1])
+            raise kind(f"{len(errors)} dumps failed, the last one: {errors[-1]}") from errors[0]
         raise errors[0]
 
     def close(self, *, wait: bool) -> None:

@@ -99,6 +99,10 @@ class ZchRows:
         """See ``RowSource``."""
         self._touched.index_fill_(0, rows, False)
 
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``RowSource``: none can be named."""
+        return rows
+
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
         raw_ids = self._binding.raw_ids.index_select(0, rows).cpu().numpy()

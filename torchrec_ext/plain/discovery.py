@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding_tower_sharding import (
@@ -105,6 +107,16 @@ class PlainTable:
     unsupported: str | None
 
     @property
+    def part(self) -> str:
+        """What deltas call it, unless it is in parts."""
+        return self.fqn
+
+    @property
+    def columns(self) -> slice:
+        """All of a vector's columns."""
+        return slice(None)
+
+    @property
     def kind(self) -> str:
         """What kind of table it is."""
         return "plain"
@@ -139,6 +151,17 @@ class PlainTable:
         """Where rows are that all ranks see: every rank has its own."""
         return None
 
+    def is_row(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each key is a row of the table, on whatever rank."""
+        return (keys >= 0) & (keys < self.num_embeddings)
+
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether it is up to this rank to dump, or delete, each key."""
+        kept = np.zeros(len(keys), np.bool_)
+        for part in self.parts():
+            kept |= part.keeps(keys)
+        return kept
+
     def as_answered_(self, vectors: torch.Tensor) -> None:
         """Turns rows, or some columns of them, into what a lookup of one id with weight 1 answers, in place.
 
@@ -149,12 +172,12 @@ class PlainTable:
 
     def parts(self) -> list[TablePart]:
         """What this rank holds of each band; one part without rows where it holds nothing."""
-        parts = [
-            TablePart(self, band, tuple(local))
+        held = [
+            (band, tuple(local))
             for band in self.bands
             if (local := [found for found in self.local if found.shard in band.shards_of(self.shard)])
-        ]
-        return parts or [TablePart(self, Band(0, 0, (Shard(0, 0, 0, self.dim, self.shard),)), ())]
+        ] or [(Band(0, 0, (Shard(0, 0, 0, self.dim, self.shard),)), ())]
+        return [TablePart(self, band, local, is_first=index == 0) for index, (band, local) in enumerate(held)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,18 +188,39 @@ class TablePart:
         table: the table.
         band: the band.
         local: the shards of it that are on this rank, from left to right.
+        is_first: whether keys that are no rows are deleted with it.
     """
 
     table: PlainTable
     band: Band
     local: tuple[LocalShard, ...]
+    is_first: bool
 
     @property
     def fqn(self) -> str:
-        """The table's; if columns are elsewhere, a name by which all ranks know the band."""
+        """The table's."""
+        return self.table.fqn
+
+    @property
+    def part(self) -> str:
+        """The table's FQN; if columns are elsewhere, a name by which all ranks know the band."""
+        return part_name(self.fqn, self.band) if self.is_split else self.fqn
+
+    @property
+    def columns(self) -> slice | NDArray[np.int64]:
+        """Which of the table's columns are here."""
         if not self.is_split:
-            return self.table.fqn
-        return part_name(self.table.fqn, self.band)
+            return slice(None)
+        shards = [found.shard for found in self.local]
+        ranges = [np.arange(s.first_column, s.first_column + s.num_columns) for s in shards]
+        return np.concatenate([np.empty(0, np.int64), *ranges])
+
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each key is a row of the band, or none of the table and the rank's to delete."""
+        kept = (keys >= self.first_row) & (keys < self.first_row + self.num_rows)
+        if self.is_first:
+            kept |= ~self.table.is_row(keys) & (self.routing.shard_of(keys) == self.shard)
+        return kept
 
     @property
     def is_split(self) -> bool:

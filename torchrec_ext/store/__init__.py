@@ -8,8 +8,10 @@ from torchrec_ext._lazy import lazy_attributes
 from torchrec_ext.errors import StoreError, TableFullError
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.local import LocalStore
+from torchrec_ext.store.mismatches import MissingKeys, RestoreReport
 from torchrec_ext.store.optimizers import SGD, AdaGrad, Adam, RowWiseAdaGrad, StoreOptimizer
-from torchrec_ext.store.store import Rows, Store, StoreSnapshot, TableSnapshot
+from torchrec_ext.store.snapshots import StoreSnapshot, TableSnapshot
+from torchrec_ext.store.store import Rows, Store
 from torchrec_ext.store.stores import FileStore, MemoryStore, SharedMemoryStore
 from torchrec_ext.store.tables import Constant, CounterFilter, DenseTable, DynamicTable, Table, Uniform
 
@@ -30,7 +32,9 @@ __all__ = [
     "FileStore",
     "LocalStore",
     "MemoryStore",
+    "MissingKeys",
     "RemoteStore",
+    "RestoreReport",
     "RowWiseAdaGrad",
     "Rows",
     "SharedMemoryStore",

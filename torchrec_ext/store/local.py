@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 
 from torchrec_ext.store import kernels
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.group import RowGroup
+from torchrec_ext.store.init_fns import InitFn, InitFns
+from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, fit_snapshot
+from torchrec_ext.store.moments import restore_snapshot, take_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.places import Place
-from torchrec_ext.store.snapshots import check_snapshot, restore_snapshot, take_snapshot
+from torchrec_ext.store.snapshots import StoreSnapshot
 from torchrec_ext.store.state import StoreState
-from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store, StoreSnapshot
-from torchrec_ext.store.tables import DenseTable, Table, fill_initial_rows
+from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store
+from torchrec_ext.store.table_changes import create_tables, set_optimizer
+from torchrec_ext.store.tables import Table
 from torchrec_ext.store.update_queue import UpdateQueue
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class LocalStore(Store):
     def __init__(self, place: Place) -> None:
         self._state = StoreState(place)
         self._updates = UpdateQueue()
+        self._init_fns = InitFns()
 
     # What a store can do
 
@@ -77,7 +81,7 @@ class LocalStore(Store):
         tables: Sequence[Table],
         optimizer: StoreOptimizer,
         *,
-        init_fns: Mapping[str, Callable[[torch.Tensor], Any]] | None = None,
+        init_fns: Mapping[str, InitFn] | None = None,
     ) -> list[str]:
         """Makes tables that share an optimizer, or finds them; see ``Store.create_tables``.
 
@@ -87,40 +91,9 @@ class LocalStore(Store):
             init_fns: by name of a dense table, what fills its rows in place when it is made, instead of
                 its initializer.
         """
-        if len({table.name for table in tables}) < len(tables):
-            raise ValueError(f"tables of one name: {[table.name for table in tables]}")
-        place = self._state.place
-        with self._state.locked(exclusive=True):
-            missing: dict[int, list[Table]] = {}
-            for table in tables:
-                if table.name not in self._state.names:
-                    missing.setdefault(table.dim, []).append(table)
-                elif (there := self._state.group_of(table.name).tables[table.name]) != table:
-                    raise ValueError(f"the store holds another table of this name: {there}, not {table}")
-            if not missing:
-                return []
-            first = len(self._state.groups)
-            prefixes = [f"group_{number}_" for number in range(first, first + len(missing))]
-            try:
-                made: list[RowGroup] = []
-                for prefix, (dim, members) in zip(prefixes, missing.items(), strict=True):
-                    place.drop(prefix)  # of a process that died
-                    made.append(RowGroup(place, f"{prefix}dim_{dim}", members, optimizer, create=True))
-                group_of = {table: group for group in made for table in group.tables}
-                for table in tables:  # in their order, as they may share a random generator
-                    if table.name not in group_of or not isinstance(table, DenseTable):
-                        continue
-                    if init_fns and table.name in init_fns:
-                        with torch.no_grad():
-                            init_fns[table.name](group_of[table.name].rows_of(table.name))
-                    else:
-                        fill_initial_rows(table, group_of[table.name].rows_of(table.name))
-            except BaseException:
-                for prefix in prefixes:
-                    place.drop(prefix)
-                raise
-            self._state.publish([*self._state.groups, *made])
-            return [name for group in made for name in group.tables]
+        made = create_tables(self._state, tables, optimizer, init_fns or {})
+        self._init_fns.remember(init_fns or {})
+        return made
 
     def optimizer(self, table: str) -> StoreOptimizer:
         """See ``Store``."""
@@ -130,35 +103,7 @@ class LocalStore(Store):
     def set_optimizer(self, tables: Iterable[str], optimizer: StoreOptimizer) -> None:
         """See ``Store``."""
         self.drain()
-        names = set(tables)
-        with self._state.locked(exclusive=True):
-            groups = {id(group): group for group in map(self._state.group_of, names)}
-            for group in groups.values():
-                if left_out := set(group.tables) - names:
-                    raise ValueError(
-                        f"tables {sorted(left_out)} were created together with {sorted(names)} "
-                        "and share their optimizer; change it for all"
-                    )
-            replaced = [group for group in groups.values() if not optimizer.keeps_state_of(group.optimizer)]
-            for group in replaced:
-                if group.slots and group.versions.any():
-                    logger.warning(
-                        "the state of %s of tables %s is discarded: they get %s now, which starts anew",
-                        group.optimizer,
-                        ", ".join(group.tables),
-                        optimizer,
-                    )
-            try:
-                new_slots = {group.name: group.new_slots(optimizer) for group in replaced}
-            except BaseException:
-                for group in replaced:
-                    group.drop_new_slots()
-                raise
-            for group in groups.values():
-                group.set_optimizer(optimizer, new_slots.get(group.name))
-            self._state.publish(self._state.groups)
-            for group in replaced:
-                group.drop_old_slots()
+        set_optimizer(self._state, set(tables), optimizer)
 
     def pull(self, table: str, keys: torch.Tensor, *, admit: bool = False) -> torch.Tensor:
         """See ``Store``."""
@@ -364,13 +309,34 @@ class LocalStore(Store):
         with self._state.locked(exclusive=False):
             return take_snapshot(self._state, self._state.names if tables is None else tables)
 
-    def restore(self, snapshot: StoreSnapshot) -> None:
-        """See ``Store``."""
+    def restore(
+        self,
+        snapshot: StoreSnapshot,
+        on_mismatch: OnMismatch = "initialize",
+        *,
+        init_fns: Mapping[str, InitFn] | None = None,
+    ) -> RestoreReport:
+        """See ``Store``.
+
+        Args:
+            snapshot: the snapshot.
+            on_mismatch: what to do about what it lacks.
+            init_fns: by name of a dense table that was made with one, what fills its rows in place; by
+                default the same, if it is still there.
+        """
         self.drain()
         with self._state.locked(exclusive=True):
-            check_snapshot(self._state, snapshot)
+            described = {
+                name: (group.tables[name], group.optimizer)
+                for group in self._state.groups
+                for name in group.tables
+            }
+            fitted, report = fit_snapshot(snapshot, described, on_mismatch)
+            fills = self._init_fns.to_restore(fitted, init_fns or {})
             with self._state.writing() as clock:
-                restore_snapshot(self._state, snapshot, clock)
+                restore_snapshot(self._state, fitted, clock, fills)
+        report.log(logger)
+        return report
 
     def sync(self) -> None:
         """Waits until what was written would survive a crash of the machine."""

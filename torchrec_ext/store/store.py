@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
 import torch
 from typing_extensions import Self
 
+from torchrec_ext.store.mismatches import OnMismatch, RestoreReport
 from torchrec_ext.store.optimizers import StoreOptimizer
+from torchrec_ext.store.snapshots import StoreSnapshot
 from torchrec_ext.store.tables import Table
 
 # The versions, in `Rows`, of keys without a row and of rows that were not read yet.
@@ -33,50 +35,6 @@ class Rows:
     keys: torch.Tensor
     rows: torch.Tensor
     versions: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TableSnapshot:
-    """One table at one moment.
-
-    Attributes:
-        table: what it is.
-        optimizer: the optimizer whose state ``slots`` holds.
-        keys: int64 ``[n]``, ascending.
-        weight: float32 ``[n, dim]``.
-        slots: the optimizer state by slot name, float32 ``[n, 1]`` or ``[n, dim]``.
-        versions: the store's clock when each row was written last, int64 ``[n]``.
-        frequencies: how often each key of a dynamic table was looked up in training, int64 ``[n]``.
-        last_used: the step at which it was last, int64 ``[n]``.
-        candidates: keys that wait to be admitted, int64 ``[m]``.
-        candidate_counts: how often each of them was seen, int64 ``[m]``.
-    """
-
-    table: Table
-    optimizer: StoreOptimizer
-    keys: torch.Tensor
-    weight: torch.Tensor
-    slots: dict[str, torch.Tensor]
-    versions: torch.Tensor
-    frequencies: torch.Tensor | None = None
-    last_used: torch.Tensor | None = None
-    candidates: torch.Tensor | None = None
-    candidate_counts: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class StoreSnapshot:
-    """All tables at one moment.
-
-    Attributes:
-        clock: the store's clock, which counts its updates.
-        step: the largest step number that an update brought.
-        tables: by name, in no order.
-    """
-
-    clock: int
-    step: int
-    tables: dict[str, TableSnapshot] = field(default_factory=dict)
 
 
 class Store(ABC):
@@ -264,12 +222,27 @@ class Store(ABC):
         """A copy of tables at one moment, while others go on updating; by default of all."""
 
     @abstractmethod
-    def restore(self, snapshot: StoreSnapshot) -> None:
+    def restore(self, snapshot: StoreSnapshot, on_mismatch: OnMismatch = "initialize") -> RestoreReport:
         """Puts the tables of a snapshot back; others stay as they are.
+
+        The store's tables may have other numbers of rows, initializers and filters than the snapshot's. What
+        the snapshot lacks is a mismatch: keys that have a weight but no state of a slot, or the other way
+        round, a slot that is not there at all, and keys of a dense table that are not there.
+
+        Args:
+            snapshot: the snapshot.
+            on_mismatch: ``initialize``: every key is kept, and its weight gets the table's initial value, its
+                state the optimizer's, where there is none. ``drop``: keys without a weight and all slots are
+                left out; in a dense table, their rows get initial values. ``error``: it is an error.
+
+        Returns:
+            What was missing; it is logged as a warning if anything was.
 
         Raises:
             ValueError: the store has other tables or optimizers of these names, or the snapshot's tensors
                 do not fit together; nothing was changed.
+            CheckpointError: there are mismatches and they are to be an error, or dropping keys would leave
+                none, or the snapshot has keys that a dense table does not have; nothing was changed.
             TableFullError: it has more keys than a table has rows; nothing was changed.
         """
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.mc_embedding_modules import (
@@ -74,6 +76,16 @@ class ZchTable:
     unsupported: str | None = None
 
     @property
+    def part(self) -> str:
+        """What deltas call it."""
+        return self.fqn
+
+    @property
+    def columns(self) -> slice:
+        """All of a vector's columns."""
+        return slice(None)
+
+    @property
     def kind(self) -> str:
         """What kind of table it is."""
         return "zch"
@@ -103,6 +115,10 @@ class ZchTable:
         tbe, index = internals.table_batched_embedding(self.module, self.name)
         internals.flush_cache(tbe)
         return internals.local_weight(tbe, index).view(self.num_rows, self.dim)
+
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each key routes to this rank's shard."""
+        return self.routing.shard_of(keys) == self.shard
 
     def as_answered_(self, vectors: torch.Tensor) -> None:
         """Turns rows into what a lookup of one id with weight 1 answers, in place.

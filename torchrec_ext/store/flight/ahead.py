@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrec_ext.store.store import Rows
-from torchrec_ext.store.tables import DenseTable
 
-# Updates whose news are kept; a row whose news are gone is asked for.
+# Updates whose news of the same rows are kept; a row whose news are gone is asked for.
 _NEWS_KEPT = 64
 
 
 @dataclass(frozen=True)
 class _News:
-    """Rows of a table as an update left them: keys int64 ``[n]``, rows ``[n, dim]``, and their version."""
+    """Some pulled rows as an update left them: ``[n, dim]``, their positions, int64 ``[n]``, and version."""
 
-    table: str
-    keys: torch.Tensor
+    positions: torch.Tensor
     rows: torch.Tensor
     version: int
+
+
+@dataclass(frozen=True)
+class _Pulled:
+    """Rows that are wanted: their keys in order, int64 ``[n]``, where each of them is, and news of them."""
+
+    keys: torch.Tensor
+    positions: torch.Tensor
+    news: deque[_News] = field(default_factory=lambda: deque(maxlen=_NEWS_KEPT))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which of the rows that an update writes it shall bring back.
+
+    Attributes:
+        places: where they are among the update's keys, int64 ``[n]``.
+        readers: whoever pulled some of them: which of ``places``, and where among what was pulled.
+    """
+
+    places: torch.Tensor
+    readers: Sequence[tuple[_Pulled, torch.Tensor, torch.Tensor]] = ()
+
+
+NOTHING = Wanted(torch.empty(0, dtype=torch.int64))
 
 
 class RowsAhead:
@@ -36,83 +59,45 @@ class RowsAhead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pulled: list[tuple[weakref.ReferenceType[torch.Tensor], str, torch.Tensor]] = []
-        self._news: deque[_News] = deque(maxlen=_NEWS_KEPT)
-        self._marks: dict[DenseTable, torch.Tensor] = {}
+        # By table, and by the versions of the rows, which tell them from others.
+        self._pulled: dict[str, WeakTensorKeyDictionary] = {}
 
-    def expect(self, table: DenseTable, rows: Rows) -> None:
-        """Takes note of rows that were pulled ahead; their versions tell them from others."""
+    def expect(self, table: str, rows: Rows) -> None:
+        """Takes note of rows that were pulled ahead."""
+        keys, positions = rows.keys.sort()
         with self._lock:
-            self._forget_dropped()
-            self._pulled.append((weakref.ref(rows.versions), table.name, rows.keys))
+            of_table = self._pulled.setdefault(table, WeakTensorKeyDictionary())
+            of_table[rows.versions] = _Pulled(keys, positions)
 
-    def wanted(self, table: DenseTable, keys: torch.Tensor) -> torch.Tensor:
-        """Where among ``keys``, int64 ``[n]``, those stand whose rows are wanted; each once."""
+    def wanted(self, table: str, keys: torch.Tensor) -> Wanted:
+        """Which rows of ``keys``, int64 ``[n]``, are wanted."""
         with self._lock:
-            self._forget_dropped()
-            pulled = [of for _, name, of in self._pulled if name == table.name]
-            if not pulled:
-                return torch.empty(0, dtype=torch.int64)
-            marks = self._marks.get(table)
-            if marks is None:
-                # NumPy's zeros take memory only where they are touched.
-                marks = self._marks[table] = torch.from_numpy(np.zeros(table.num_rows, np.bool_))
-            for of in pulled:
-                marks[of - table.first_key] = True
-            positions = marks[keys - table.first_key].nonzero().flatten()
-            for of in pulled:
-                marks[of - table.first_key] = False
-        if len(positions):  # of a key that repeats, one is enough
-            _, first = np.unique(keys[positions].numpy(), return_index=True)
-            positions = positions[torch.from_numpy(first)]
-        return positions
+            of_table = self._pulled.get(table)
+            pulled = [one for one in of_table.values() if len(one.keys)] if of_table is not None else []
+        if not pulled:
+            return NOTHING
+        nearest = [torch.searchsorted(one.keys, keys).clamp_(max=len(one.keys) - 1) for one in pulled]
+        found = [one.keys[at] == keys for one, at in zip(pulled, nearest, strict=True)]
+        places = torch.stack(found).any(0).nonzero().flatten()
+        readers = []
+        for one, at, mine in zip(pulled, nearest, found, strict=True):
+            of_places = mine[places].nonzero().flatten()
+            readers.append((one, of_places, one.positions[at[places[of_places]]]))
+        return Wanted(places, readers)
 
-    def learn(self, table: str, keys: torch.Tensor, rows: torch.Tensor, version: int) -> None:
-        """Takes rows as an update left them; ``keys`` ascend."""
+    def learn(self, wanted: Wanted, rows: torch.Tensor, version: int) -> None:
+        """Takes the wanted rows, ``[n, dim]``, as an update left them."""
+        for pulled, of_places, positions in wanted.readers:
+            news = _News(positions, rows.index_select(0, of_places), version)
+            with self._lock:
+                pulled.news.append(news)
+
+    def use(self, table: str, held: Rows) -> None:
+        """Brings rows up to date as far as updates told; they are used now, and not wanted any more."""
         with self._lock:
-            self._news.append(_News(table, keys, rows, version))
-
-    def bring(self, table: str, held: Rows, changed: torch.Tensor, versions: torch.Tensor) -> bool:
-        """Brings rows up to date from what updates brought back.
-
-        Args:
-            table: the table's name.
-            held: what was pulled.
-            changed: which of them were written since, int64 ``[m]``.
-            versions: the versions of these now, int64 ``[m]``.
-
-        Returns:
-            Whether all are; if not, none is.
-        """
-        oldest = int(versions.min())
-        with self._lock:
-            news = [one for one in self._news if one.table == table and one.version >= oldest]
-        keys = held.keys[changed]
-        rows = held.rows.new_empty(len(changed), held.rows.shape[1])
-        missing = len(changed)
-        for one in reversed(news):
-            # A row is what the update left that wrote it last.
-            mine = (versions == one.version).nonzero().flatten()
-            if not len(mine) or not len(one.keys):
-                continue
-            wanted = keys[mine]
-            at = torch.searchsorted(one.keys, wanted).clamp_(max=len(one.keys) - 1)
-            found = (one.keys[at] == wanted).nonzero().flatten()  # another server may count the same
-            rows.index_copy_(0, mine[found], one.rows.index_select(0, at[found]))
-            missing -= len(found)
-        if missing:
-            return False
-        held.rows.index_copy_(0, changed, rows)
-        held.versions.index_copy_(0, changed, versions)
-        return True
-
-    def use(self, held: Rows) -> None:
-        """Takes note that rows are used now, and not wanted any more."""
-        with self._lock:
-            self._pulled = [entry for entry in self._pulled if entry[0]() is not held.versions]
-            self._forget_dropped()
-
-    def _forget_dropped(self) -> None:
-        self._pulled = [entry for entry in self._pulled if entry[0]() is not None]
-        if not self._pulled:
-            self._news.clear()
+            of_table = self._pulled.get(table)
+            pulled = of_table.pop(held.versions, None) if of_table is not None else None
+        # Nobody adds to the news now: this process's updates were waited for.
+        for news in sorted(pulled.news, key=lambda one: one.version) if pulled else ():
+            held.rows.index_copy_(0, news.positions, news.rows)
+            held.versions.index_fill_(0, news.positions, news.version)

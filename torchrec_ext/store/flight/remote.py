@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 
 from torchrec_ext.store.flight import wire
-from torchrec_ext.store.flight.ahead import RowsAhead
+from torchrec_ext.store.flight.ahead import NOTHING, RowsAhead, Wanted
 from torchrec_ext.store.flight.connection import Answer, Connection, Part, Run, Servers
 from torchrec_ext.store.flight.shares import (
     Place,
@@ -24,8 +25,10 @@ from torchrec_ext.store.flight.shares import (
 )
 from torchrec_ext.store.flight.written import WrittenRows
 from torchrec_ext.store.forks import when_forked
+from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, check_room, fit_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
-from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store, StoreSnapshot
+from torchrec_ext.store.snapshots import StoreSnapshot
+from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store
 from torchrec_ext.store.tables import (
     DenseTable,
     DynamicTable,
@@ -35,6 +38,8 @@ from torchrec_ext.store.tables import (
     table_to_json,
 )
 from torchrec_ext.store.update_queue import UpdateQueue
+
+logger = logging.getLogger(__name__)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -185,7 +190,7 @@ class RemoteStore(Store):
         if ahead and self._written is not None:
             for table, rows_of_table in zip(tables, found, strict=True):
                 if isinstance(table, DenseTable):
-                    self._ahead.expect(table, rows_of_table)
+                    self._ahead.expect(table.name, rows_of_table)
         return found
 
     def refresh_many(
@@ -203,11 +208,10 @@ class RemoteStore(Store):
         changed = 0
         asked = []
         for j, table in enumerate(tables):
-            known = self._refresh_by_itself(table, held[j][1], runs, [here[j] for here in places])
-            if known is None:
+            brought, complete = self._refresh_by_itself(table, held[j][1], runs, [here[j] for here in places])
+            changed += brought
+            if not complete:
                 asked.append(j)
-            else:
-                changed += known
         if not asked:
             return changed
         admit = admit and any(isinstance(tables[j], DynamicTable) for j in asked)
@@ -315,24 +319,23 @@ class RemoteStore(Store):
         answers = self._servers.ask("snapshot", (args, ()), retry=True, timeout=self._bulk_timeout)
         return join_snapshots([wire.snapshot_from_message(a.content, a.tensors) for a in answers])
 
-    def restore(self, snapshot: StoreSnapshot) -> None:
-        """See ``Store``."""
+    def restore(self, snapshot: StoreSnapshot, on_mismatch: OnMismatch = "initialize") -> RestoreReport:
+        """See ``Store``; what dense tables lack gets their initializers' values."""
         self.drain()
-        tables = self.tables
-        if not set(snapshot.tables) <= set(tables):
-            raise ValueError(
-                f"the snapshot is of tables {sorted(snapshot.tables)}, the store has {sorted(tables)}"
-            )
-        for name, part in snapshot.tables.items():
-            if part.table != tables[name]:
-                raise ValueError(f"the snapshot's table is {part.table}, the store's {tables[name]}")
-        shares = split_snapshot(snapshot, len(self.urls))
+        # Here, so that no server does its part when another one would refuse.
+        fitted, report = fit_snapshot(snapshot, self._describe(), on_mismatch)
+        shares = split_snapshot(fitted, len(self.urls))
+        for share in shares:
+            for part in share.tables.values():
+                check_room(part)
         try:
             self._servers.ask(
                 "restore", [wire.snapshot_to_message(share) for share in shares], timeout=self._bulk_timeout
             )
         finally:  # some rows may be others, however it ended
             self._servers.forget()
+        report.log(logger)
+        return report
 
     def close(self) -> None:
         """See ``Store``; the servers go on."""
@@ -400,23 +403,19 @@ class RemoteStore(Store):
             wanted = [self._wanted(tables[j], keys_here[j]) for j in some]
             args = {"tables": [tables[j].name for j in some], "step": step, "lr": lr}
             tensors = [*(keys_here[j] for j in some), *(grads_here[j] for j in some)]
-            parts.append((args, [*tensors, *wanted]))
-            asked_back.append(
-                [(tables[j].name, keys_here[j][at]) for j, at in zip(some, wanted, strict=True)]
-            )
+            parts.append((args, [*tensors, *(part.places for part in wanted)]))
+            asked_back.append(wanted)
         # To all servers, also to those with nothing to update: they count the steps.
-        for answer, back in zip(
-            self._change("update_many", parts, tables, keys, places), asked_back, strict=True
-        ):
-            for (name, wanted_keys), rows in zip(back, answer.tensors, strict=True):
-                if len(wanted_keys):
-                    self._ahead.learn(name, wanted_keys, rows, _version(answer))
+        answers = self._change("update_many", parts, tables, keys, places)
+        for answer, wanted in zip(answers, asked_back, strict=True):
+            for part, rows in zip(wanted, answer.tensors, strict=True):
+                self._ahead.learn(part, rows, _version(answer))
 
-    def _wanted(self, table: Table, keys: torch.Tensor) -> torch.Tensor:
-        """Which of the keys' rows an update shall bring back, int64 ``[n]``."""
+    def _wanted(self, table: Table, keys: torch.Tensor) -> Wanted:
+        """Which of the keys' rows an update shall bring back."""
         if self._written is None or isinstance(table, DynamicTable):
-            return torch.empty(0, dtype=torch.int64)
-        return self._ahead.wanted(table, keys)
+            return NOTHING
+        return self._ahead.wanted(table.name, keys)
 
     def _change(
         self,
@@ -441,21 +440,23 @@ class RemoteStore(Store):
 
     def _refresh_by_itself(
         self, table: Table, held: Rows, runs: Sequence[Run], here: Sequence[Place]
-    ) -> int | None:
-        """Brings rows up to date without a server, if that can be; returns how many, None if it cannot."""
+    ) -> tuple[int, bool]:
+        """Brings rows up to date as far as can be without a server.
+
+        Returns:
+            How many were, and whether all rows are up to date now.
+        """
         if self._written is None or isinstance(table, DynamicTable):
-            return None
-        try:
-            for run, place in zip(runs, here, strict=True):
-                if (held.versions[place] < run.epoch << _EPOCH_BITS).any():
-                    return None
-            versions = self._written.versions(table, held.keys)
-            changed = (versions > held.versions).nonzero().flatten()
-            if len(changed) and not self._ahead.bring(table.name, held, changed, versions[changed]):
-                return None
-            return len(changed)
-        finally:
-            self._ahead.use(held)
+            return 0, False
+        written = self._written.versions(table, held.keys)
+        changed = int((written > held.versions).sum())
+        self._ahead.use(table.name, held)
+        left = int((written > held.versions).sum()) if changed else 0
+        restarted = any(
+            run.epoch and bool((held.versions[place] < run.epoch << _EPOCH_BITS).any())
+            for run, place in zip(runs, here, strict=True)
+        )
+        return changed - left, not left and not restarted
 
 
 def _no_table(name: str, tables: Iterable[str]) -> KeyError:

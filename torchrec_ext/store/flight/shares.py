@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrec_ext.store.store import StoreSnapshot, TableSnapshot
+from torchrec_ext.store.snapshots import StoreSnapshot, TableSnapshot
 from torchrec_ext.store.tables import DenseTable, DynamicTable, Table
 
 # What a snapshot has for every key, but the slots.
@@ -131,12 +131,16 @@ def join_snapshots(shares: Sequence[StoreSnapshot]) -> StoreSnapshot:
 
 
 def _share_of(part: TableSnapshot, share: Share) -> TableSnapshot:
-    mine = (server_of(part.table, part.keys, share.count) == share.index).nonzero().flatten()
+    def mine_of(keys: torch.Tensor) -> torch.Tensor:
+        return (server_of(part.table, keys, share.count) == share.index).nonzero().flatten()
+
+    mine = mine_of(part.keys)
+    of_slots = {name: mine_of(keys) for name, keys in part.slot_keys.items()}
     fields: dict[str, Any] = {
         name: None if (values := getattr(part, name)) is None else values[mine] for name in _OF_KEYS
     }
     if part.candidates is not None and part.candidate_counts is not None:
-        waiting = server_of(part.table, part.candidates, share.count) == share.index
+        waiting = mine_of(part.candidates)
         fields |= {
             "candidates": part.candidates[waiting],
             "candidate_counts": part.candidate_counts[waiting],
@@ -144,7 +148,8 @@ def _share_of(part: TableSnapshot, share: Share) -> TableSnapshot:
     return replace(
         part,
         table=share.table(part.table),
-        slots={name: values[mine] for name, values in part.slots.items()},
+        slots={name: values[of_slots.get(name, mine)] for name, values in part.slots.items()},
+        slot_keys={name: keys[of_slots[name]] for name, keys in part.slot_keys.items()},
         **fields,
     )
 

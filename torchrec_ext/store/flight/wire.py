@@ -16,13 +16,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from torchrec_ext.errors import CorruptTableError, StoreError, TableFullError
+from torchrec_ext.errors import CheckpointError, CorruptTableError, StoreError, TableFullError
 from torchrec_ext.store.optimizers import optimizer_from_json
-from torchrec_ext.store.store import StoreSnapshot, TableSnapshot
+from torchrec_ext.store.snapshots import StoreSnapshot, TableSnapshot
 from torchrec_ext.store.tables import table_from_json, table_to_json
 
 # To be raised by whoever changes what is sent; both sides refuse another one.
-PROTOCOL = 1
+PROTOCOL = 2
 
 # The action that tells who a server is; it must mean the same in all versions of the protocol.
 HELLO = "hello"
@@ -146,7 +146,8 @@ def _batch(data: Bytes) -> pa.RecordBatch:
 # Errors
 
 _ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (KeyError, ValueError, CorruptTableError, StoreError, TableFullError)
+    kind.__name__: kind
+    for kind in (KeyError, ValueError, CheckpointError, CorruptTableError, StoreError, TableFullError)
 }
 
 
@@ -184,10 +185,11 @@ def snapshot_to_message(snapshot: StoreSnapshot) -> tuple[dict[str, Any], list[t
                 "table": table_to_json(part.table),
                 "optimizer": part.optimizer.to_json(),
                 "slots": list(part.slots),
+                "slot_keys": list(part.slot_keys),
                 "optional": optional,
             }
         )
-        tensors += [part.keys, part.weight, part.versions, *part.slots.values()]
+        tensors += [part.keys, part.weight, part.versions, *part.slots.values(), *part.slot_keys.values()]
         tensors += [getattr(part, name) for name in optional]
     return {"clock": snapshot.clock, "step": snapshot.step, "tables": tables}, tensors
 
@@ -206,6 +208,7 @@ def snapshot_from_message(content: dict[str, Any], tensors: Sequence[torch.Tenso
             weight=weight,
             versions=versions,
             slots={name: next(rest) for name in described["slots"]},
+            slot_keys={name: next(rest) for name in described["slot_keys"]},
             **{name: next(rest) for name in _OPTIONAL if name in described["optional"]},
         )
     return StoreSnapshot(content["clock"], content["step"], tables)

@@ -1,0 +1,196 @@
+"""What a model that was restored from a checkpoint has in common with a log."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch.distributed as dist
+
+from torchrec_ext.delta.chain import without_superseded
+from torchrec_ext.delta.cut import NO_KEYS
+from torchrec_ext.delta.following import Followers
+from torchrec_ext.delta.keys import Keys, difference, union
+from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.opening import OpenedLog, own_keys
+from torchrec_ext.delta.position import Branch, LogPosition, branch_at
+from torchrec_ext.delta.replay import Replay
+from torchrec_ext.delta.standing import Standing
+from torchrec_ext.delta.tracked import TrackedTable
+from torchrec_ext.delta.tracker import Tracker
+from torchrec_ext.ranks import gather, on_every_rank
+
+logger = logging.getLogger(__name__)
+
+
+class Restart:
+    """What a dumper knows from when it was constructed until it resumes, or dumps without.
+
+    Args:
+        opened: its log.
+        trackers: of this rank.
+        followers: of the tables' modules and stores.
+        tables: the FQNs of all tables that are dumped, by whatever rank.
+        partial: whether a consumer of an empty log begins with the checkpoint.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedLog,
+        trackers: Mapping[str, Tracker],
+        followers: Followers,
+        *,
+        tables: Iterable[str],
+        partial: bool,
+    ) -> None:
+        self.saved: LogPosition | None = None
+        self._opened = opened
+        self._trackers = trackers
+        self._followers = followers
+        self._tables = frozenset(tables)
+        self._partial = partial
+
+    def go_on_from(self, step: int, group: dist.ProcessGroup | None, *, marked: bool) -> Branch:
+        """Makes the trackers go on from what the log says up to a step, on all ranks together.
+
+        Args:
+            step: of the checkpoint that the model was restored from.
+            group: of all ranks, used by nobody else meanwhile.
+            marked: whether rows of this rank were written since by other means.
+
+        Raises:
+            ValueError: the position that was saved is that of a later step.
+            CorruptTableError: a table of this rank contradicts itself.
+            DeltaLogError: the log is damaged.
+        """
+        dumps = without_superseded(self._opened.dumps)
+        branch = branch_at(dumps, step, self._agreed_position(group, marked))
+        try:
+            on_every_rank(group, self._followers.pause)
+            standings = on_every_rank(group, lambda: self._standings(branch))
+        finally:
+            self._followers.resume()
+        for fqn, (standing, held) in standings.items():
+            self._trackers[fqn].adopt(standing, held)
+        if left := {fqn for dump in branch.ahead for fqn in dump.tables} - self._tables:
+            logger.warning(
+                "dumps after step %d hold tables that are not dumped now, %s: who has read them keeps the "
+                "later rows; dump these tables as well",
+                step,
+                ", ".join(sorted(left)),
+            )
+        logger.info(
+            "%s resumes at step %d, after %s, by %s; %d later dumps are superseded, %d rows of this rank "
+            "are not in the log as they are",
+            self._opened.log.directory,
+            step,
+            branch.kept[-1].dump.directory if branch.kept else "nothing",
+            "the vectors in the log" if branch.saved is None else "the state in the checkpoint",
+            len(branch.ahead),
+            sum(int((standing.owned & ~standing.said).sum()) for standing, _ in standings.values()),
+        )
+        return branch
+
+    def _agreed_position(self, group: dist.ProcessGroup | None, marked: bool) -> LogPosition | None:
+        """The position that was saved, if all ranks have the same and nothing happened since."""
+        crc = None if self.saved is None else zlib.crc32(self.saved.to_bytes())
+        everyones = gather(group, (crc, marked))
+        if any(marked for _, marked in everyones):
+            return None
+        if len(set(everyones)) > 1:
+            logger.warning("not all ranks have loaded the same state of the dumper: comparing with the log")
+            return None
+        return self.saved
+
+    def _standings(self, branch: Branch) -> dict[str, tuple[Standing, Keys]]:
+        if self._opened.dumps:
+            comparison = Comparison(self._opened.log, branch, self._trackers)
+            return {fqn: comparison.of(tracker) for fqn, tracker in self._trackers.items()}
+        standings = {fqn: tracker.stand() for fqn, tracker in self._trackers.items()}
+        if self._partial:
+            for standing in standings.values():
+                standing.trust()
+        return {fqn: (standing, NO_KEYS) for fqn, standing in standings.items()}
+
+
+class Comparison:
+    """Compares what trackers' tables hold with what a log says, of the keys of this rank.
+
+    Where the checkpoint's position in the log is known, the log is asked for keys, and for vectors only
+    of rows that it may show as they were later. Else the vectors of all keys are read and compared, a row
+    group at a time.
+
+    Args:
+        log: the log.
+        branch: where training goes on.
+        trackers: of this rank.
+
+    Raises:
+        DeltaLogError: a file is missing or damaged.
+    """
+
+    def __init__(self, log: DeltaLog, branch: Branch, trackers: Mapping[str, Tracker]) -> None:
+        keep = own_keys([tracker.table for tracker in trackers.values()])
+        self._branch = branch
+        self._keep = keep
+        self._kept = log.history(branch.kept, keep)
+        self._since = log.history(branch.since, keep)
+        self._newest = log.history(branch.kept[-1:], keep)
+        self._ahead = log.history(branch.ahead, keep)
+
+    def of(self, tracker: Tracker) -> tuple[Standing, Keys]:
+        """How a table's rows stand, and the keys that a consumer of the log may hold, int64."""
+        fqn = tracker.table.fqn
+        standing = self._by_position(tracker) or self._by_vectors(tracker)
+        # Whatever they hold: a consumer that was ahead must hear of them again.
+        ahead = self._ahead.said_of(fqn)
+        standing.doubt(ahead)
+        # What was not said at the checkpoint may have been said since, and then is among the kept.
+        unsaid = difference(self._unsaid(fqn), self._since.said_of(fqn))
+        held = union(self._kept.keys_of(fqn), ahead, unsaid)
+        return standing, held[tracker.table.keeps(held)]
+
+    def _by_position(self, tracker: Tracker) -> Standing | None:
+        fqn = tracker.table.fqn
+        saved = self._branch.saved
+        if saved is None or fqn not in saved.unsaid:
+            return None
+        standing = tracker.stand()
+        standing.trust()
+        doubtful = union(self._unsaid(fqn), self._since.said_of(fqn))
+        standing.doubt(doubtful)
+        if self._branch.since:
+            _confirm(standing, self._kept, fqn, doubtful)
+        if self._is_another_model(standing, tracker.table, doubtful):
+            logger.warning(
+                "%s: the model's vectors are not those that its last dump before the checkpoint wrote, as "
+                "the state of the dumper in the checkpoint implies: comparing all with the log",
+                fqn,
+            )
+            return None
+        return standing
+
+    def _is_another_model(self, standing: Standing, table: TrackedTable, doubtful: Keys) -> bool:
+        """Looks at some vectors, which tell a mix-up of checkpoints or logs."""
+        for keys, vectors in self._newest.latest(table.fqn):
+            trusted = ~np.isin(keys, doubtful) & table.keeps(keys)
+            same, different = standing.confirm(keys[trusted], vectors[trusted])
+            return different > 0 or (same == 0 and bool(trusted.any()))
+        return False
+
+    def _by_vectors(self, tracker: Tracker) -> Standing:
+        standing = tracker.stand()
+        _confirm(standing, self._kept, tracker.table.fqn, None)
+        return standing
+
+    def _unsaid(self, fqn: str) -> Keys:
+        saved = self._branch.saved
+        keys = NO_KEYS if saved is None else saved.unsaid.get(fqn, NO_KEYS)
+        return keys[self._keep(fqn, keys)]
+
+
+def _confirm(standing: Standing, history: Replay, fqn: str, among: Keys | None) -> None:
+    for keys, vectors in history.latest(fqn, among):
+        standing.confirm(keys, vectors)
