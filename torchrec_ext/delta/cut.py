@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,19 @@ class DumpResult:
         return self.upserts + self.deletes
 
 
-class PieceStream:
+class DeltaSource(ABC):
+    """Deltas that others wait to be taken, or that take others to be had."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[TableDelta]:
+        """The deltas; valid until the next one is asked for."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Does what is left to do so that nobody waits, if they will not be written."""
+
+
+class PieceStream(DeltaSource):
     """Pieces of a delta too large to be held at once, written while they are being read.
 
     The producer (training thread) waits until the consumer (writer) took the piece before. A piece's
@@ -150,7 +163,8 @@ class Cut:
         created_unix: when it was cut, seconds since 1970.
         metadata: the user's.
         answers: of this rank's shards.
-        deltas: changed rows: held in ``arena``, or a ``PieceStream``.
+        deltas: changed rows: held in ``arena``, or from ``stream``.
+        stream: brings rows that are too many to be held at once; None if they are held.
         arena: the memory of ``deltas``; None if they are streamed.
         began: when the training thread began with it, by ``time.perf_counter``.
         resumed: when training went on, by the same clock; None while it stands still.
@@ -164,6 +178,7 @@ class Cut:
     metadata: dict[str, Any]
     answers: list[ShardAnswers] = field(default_factory=list)
     deltas: Iterable[TableDelta] = ()
+    stream: PieceStream | None = None
     arena: Arena | None = None
     began: float = field(default_factory=time.perf_counter)
     resumed: float | None = None
@@ -174,7 +189,7 @@ class Cut:
     @property
     def streamed(self) -> bool:
         """Whether its rows can be read only once, so that a failed dump must cut them anew."""
-        return isinstance(self.deltas, PieceStream)
+        return self.stream is not None
 
     @property
     def stall_seconds(self) -> float:
@@ -183,7 +198,7 @@ class Cut:
 
     def discard(self) -> None:
         """Takes what is left of a stream that will not be written, so that nobody waits for it."""
-        if isinstance(self.deltas, PieceStream):
+        if isinstance(self.deltas, DeltaSource):
             self.deltas.discard()
 
     def release(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
+from torchrec_ext.delta.columns import ColumnJoiner
 from torchrec_ext.delta.cut import Cut, DumpResult, PieceStream
 from torchrec_ext.delta.following import Followers
 from torchrec_ext.delta.tracker import Diff, Tracker
@@ -28,6 +29,7 @@ class Cutter:
         pool: host memory for vectors.
         writer: takes the cuts.
         generation: the run generation.
+        joiner: of columns that several ranks hold; None where there are none.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class Cutter:
         pool: BufferPool,
         writer: DumpWriter,
         generation: int,
+        joiner: ColumnJoiner | None,
     ) -> None:
         self._generation = generation
         self._trackers = trackers
         self._followers = followers
         self._pool = pool
         self._writer = writer
+        self._joiner = joiner
         self._unsettled: tuple[Cut, Diffs] | None = None
 
     @torch.no_grad()
@@ -70,7 +74,7 @@ class Cutter:
         return DumpResult(
             step=cut.step,
             generation=self._generation,
-            upserts=sum(len(diff.upsert_keys) for diff in diffs.values()),
+            upserts=sum(self._num_published(fqn, diff) for fqn, diff in diffs.items()),
             deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
             vector_bytes=self._vector_bytes(diffs),
             stall_seconds=cut.stall_seconds,
@@ -88,6 +92,7 @@ class Cutter:
 
     def _compare(self, cut: Cut) -> Diffs:
         """Finds out what changed, and reads it into memory if it fits."""
+        losses = 0 if self._joiner is None else self._joiner.losses
         try:
             self._followers.pause()
             diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
@@ -96,10 +101,16 @@ class Cutter:
             if self._chunks_needed(diffs) <= self._pool.max_chunks:
                 self._read_at_once(cut, diffs)
             else:
-                cut.deltas = PieceStream()
+                cut.deltas = cut.stream = PieceStream()
+            if self._joiner is not None:
+                keys = {self._trackers[fqn].table.part: diff.upsert_keys for fqn, diff in diffs.items()}
+                split = {name: keys[name] for name in self._joiner.bands if name in keys}
+                cut.deltas = self._joiner.join(cut.deltas, split, losses)
         except BaseException as error:
             cut.release()
             cut.error = error
+            if self._joiner is not None:
+                cut.deltas = self._joiner.failed(error)
             self._writer.submit(cut)
             raise
         return diffs
@@ -125,8 +136,8 @@ class Cutter:
 
     def _stream(self, cut: Cut, diffs: Diffs) -> None:
         """Hands a cut over piece by piece, and waits until the writer is done with it."""
-        assert isinstance(cut.deltas, PieceStream)
-        stream = cut.deltas
+        stream = cut.stream
+        assert stream is not None
         logger.info(
             "the dump of step %d holds %d bytes of vectors, more than max_pending_bytes: "
             "training stands still while it is written",
@@ -152,6 +163,11 @@ class Cutter:
         stream.finish()
         self._writer.wait_until_written()
         cut.resumed = time.perf_counter()
+
+    def _num_published(self, fqn: str, diff: Diff) -> int:
+        if self._joiner is None:
+            return len(diff.upsert_keys)
+        return self._joiner.num_published(self._trackers[fqn].table.part, diff.upsert_keys)
 
     def _vector_bytes(self, diffs: Diffs) -> int:
         return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())

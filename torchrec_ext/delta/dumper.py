@@ -17,6 +17,7 @@ from torch import nn
 
 from torchrec_ext.delta.arguments import check_arguments, is_integer, json_object
 from torchrec_ext.delta.buffers import BufferPool
+from torchrec_ext.delta.columns import ColumnJoiner, split_bands
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DumpResult
 from torchrec_ext.delta.cutter import Cutter
@@ -41,7 +42,9 @@ _STATE = "log_position"
 class DeltaDumper:
     """Writes what training changes in a model's tables to a directory, while training goes on.
 
-    It follows ZCH tables, sharded by TorchRec, and the tables of RecStore modules, sharded or not.
+    It follows ZCH tables, sharded by TorchRec; the tables of ``EmbeddingBagCollection`` and
+    ``EmbeddingCollection``, however sharded, or not sharded in a single process; and those of RecStore
+    modules. Tables that cannot be followed exactly are left out with a warning that says why.
 
     Every rank of the group constructs it, at the same point of the program, and calls ``step`` after
     each update. It changes nothing of what the model computes. Read the directory with ``DeltaLog``.
@@ -104,34 +107,40 @@ class DeltaDumper:
         self._base = LogPosition()
         self._marked = False
         self._closed = False
-        self._rows: dict[str, RowSource] = {}
+        self._rows: dict[str, list[RowSource]] = {}
         trackers: dict[str, Tracker] = {}
         group = private_group(process_group, found)
         rank = dist.get_rank(group) if group is not None else 0
-        # Ranks that write to the same rows must stand still together for a cut of one moment.
-        meets = group is not None and any(table.place is not None for table in found)
-        self._followers = Followers(private_group(process_group, found) if meets else None)
+        # Ranks that write to the same rows must stand still together for a cut of one moment; those that
+        # hold columns of the same rows must agree which rows it holds.
+        stand_still, split = any(table.place is not None for table in found), split_bands(found)
+        talk = group is not None and (stand_still or bool(split))
+        self._followers = Followers(
+            private_group(process_group, found) if talk else None, stand_still=stand_still, split=split
+        )
         try:
             check_places(group, found)
             opened = open_log(self._directory, group, found)
             self._schedule = schedule_of(interval_steps, interval_seconds, group)
+            publish_all = first_dump == "full" or bool(opened.dumps)
             for table in found:
-                rows = self._rows[table.fqn] = self._followers.rows_of(table)
+                parts = self._followers.rows_of(table, all_changed=publish_all)
+                self._rows[table.fqn] = [rows for _, rows in parts]
                 if table.place is None or rank == 0:
-                    trackers[table.fqn] = Tracker(
-                        table,
-                        rows,
-                        publish_all=first_dump == "full" or bool(opened.dumps),
-                        orphans=opened.held.get(table.fqn, NO_KEYS),
-                    )
+                    for number, (part, rows) in enumerate(parts):
+                        held = opened.held.get(table.fqn, NO_KEYS)
+                        trackers[f"{table.fqn}/{number}"] = Tracker(
+                            part, rows, publish_all=publish_all, orphans=held[part.keeps(held)]
+                        )
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
-                pin_memory=any(rows.device.type == "cuda" for rows in self._rows.values()),
+                pin_memory=any(rows.device.type == "cuda" for parts in self._rows.values() for rows in parts),
             )
             infos = {table.fqn: describe(table) for table in found}
             previous = opened.dumps[-1].dump if opened.dumps else None
             # From here on the group is the writer's, unless it has nothing to write.
             self._committer = Committer(infos, opened.generation, previous, group)
+            joiner = ColumnJoiner(self._committer, split, self._followers.lose) if group and split else None
         except BaseException:
             self._followers.detach()
             leave(group)
@@ -142,7 +151,7 @@ class DeltaDumper:
             opened, trackers, self._followers, tables=self._rows, partial=first_dump == "delta"
         )
         self._writer = DumpWriter(self._committer, max_pending)
-        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self.generation)
+        self._cutter = Cutter(trackers, self._followers, pool, self._writer, self.generation, joiner)
         self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
         if opened.dumps and first_dump == "delta":
             logger.info(
@@ -290,8 +299,10 @@ class DeltaDumper:
         """Takes note that rows were written by other means than training.
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
-        Neither ``load_state_dict`` of a whole model nor a store's own methods need it; what is written
-        to a store's weights directly may be told to ``LocalStore.touch`` as well.
+        Neither ``load_state_dict`` nor a store's own methods need it, nor other in-place writes to weights
+        of tables without managed collision, unless they are written by way of ``.data`` or of the DTensors
+        of a state dict; what is written to a store's weights directly may be told to ``LocalStore.touch``
+        as well.
 
         Args:
             table: the table's FQN.
@@ -310,7 +321,8 @@ class DeltaDumper:
             if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
             rows = rows.flatten().long()
-        self._rows[table].mark(rows)
+        for part in self._rows[table]:
+            part.mark(rows)
         self._marked = True
 
     def flush(self) -> None:
@@ -387,14 +399,14 @@ class DeltaDumper:
     def _unsaid(self) -> dict[str, Keys]:
         try:
             self._followers.pause()
-            diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
+            diffs = [(tracker.table.fqn, tracker.compare()) for tracker in self._trackers.values()]
         finally:
             self._followers.resume()
         kept = self._committer.uncommitted_keys()
-        return {
-            fqn: np.concatenate([diff.upsert_keys, diff.delete_keys, kept.get(fqn, NO_KEYS)])
-            for fqn, diff in diffs.items()
-        }
+        return merged(
+            [{fqn: np.concatenate([diff.upsert_keys, diff.delete_keys])} for fqn, diff in diffs]
+            + [{fqn: kept.get(fqn, NO_KEYS)} for fqn, _ in diffs]
+        )
 
     def _step_owed(self) -> int | None:
         """The step of the dump that is still due when the dumper is closed, the same on every rank."""

@@ -71,7 +71,7 @@ class TableInfo:
         hash_size: the table's ``input_hash_size``, the second argument of its ``input_hash_func``; 0 if
             tables of its kind have none.
         features: the features that look it up.
-        source: what kind of table it is: ``zch`` or ``recstore``.
+        source: what kind of table it is: ``zch``, ``recstore`` or ``plain``.
     """
 
     dim: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -46,7 +47,8 @@ def select_tables(
             "wrap it in DistributedModelParallel first"
             if has_unsharded_zch(model)
             else "it needs a sharded ManagedCollisionEmbeddingBagCollection or "
-            "ManagedCollisionEmbeddingCollection, or a RecStoreEmbeddingBagCollection"
+            "ManagedCollisionEmbeddingCollection, an EmbeddingBagCollection or EmbeddingCollection, "
+            "or a RecStoreEmbeddingBagCollection"
         )
         raise ValueError(f"the model has no table that can be dumped: {hint}")
     names = [table.fqn for table in found]
@@ -208,13 +210,15 @@ def held_keys(
 
 
 def own_keys(tables: Sequence[TrackedTable]) -> KeyFilter:
-    """Which keys of these tables route to this rank; of other tables none."""
-    known = {table.fqn: table for table in tables}
+    """Which keys of these tables, or parts of tables, are up to this rank; of other tables none."""
+    known: dict[str, list[TrackedTable]] = defaultdict(list)
+    for table in tables:
+        known[table.fqn].append(table)
 
     def keep(fqn: str, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        table = known.get(fqn)
-        if table is None:
-            return np.zeros(len(keys), np.bool_)
-        return table.routing.shard_of(keys) == table.shard
+        kept = np.zeros(len(keys), np.bool_)
+        for table in known.get(fqn, ()):
+            kept |= table.keeps(keys)
+        return kept
 
     return keep

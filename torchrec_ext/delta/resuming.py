@@ -18,6 +18,7 @@ from torchrec_ext.delta.opening import OpenedLog, own_keys
 from torchrec_ext.delta.position import Branch, LogPosition, branch_at
 from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.standing import Standing
+from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.ranks import gather, on_every_rank
 
@@ -148,7 +149,8 @@ class Comparison:
         standing.doubt(ahead)
         # What was not said at the checkpoint may have been said since, and then is among the kept.
         unsaid = difference(self._unsaid(fqn), self._since.said_of(fqn))
-        return standing, union(self._kept.keys_of(fqn), ahead, unsaid)
+        held = union(self._kept.keys_of(fqn), ahead, unsaid)
+        return standing, held[tracker.table.keeps(held)]
 
     def _by_position(self, tracker: Tracker) -> Standing | None:
         fqn = tracker.table.fqn
@@ -161,7 +163,7 @@ class Comparison:
         standing.doubt(doubtful)
         if self._branch.since:
             _confirm(standing, self._kept, fqn, doubtful)
-        if self._is_another_model(standing, fqn, doubtful):
+        if self._is_another_model(standing, tracker.table, doubtful):
             logger.warning(
                 "%s: the model's vectors are not those that its last dump before the checkpoint wrote, as "
                 "the state of the dumper in the checkpoint implies: comparing all with the log",
@@ -170,10 +172,10 @@ class Comparison:
             return None
         return standing
 
-    def _is_another_model(self, standing: Standing, fqn: str, doubtful: Keys) -> bool:
+    def _is_another_model(self, standing: Standing, table: TrackedTable, doubtful: Keys) -> bool:
         """Looks at some vectors, which tell a mix-up of checkpoints or logs."""
-        for keys, vectors in self._newest.latest(fqn):
-            trusted = ~np.isin(keys, doubtful)
+        for keys, vectors in self._newest.latest(table.fqn):
+            trusted = ~np.isin(keys, doubtful) & table.keeps(keys)
             same, different = standing.confirm(keys[trusted], vectors[trusted])
             return different > 0 or (same == 0 and bool(trusted.any()))
         return False

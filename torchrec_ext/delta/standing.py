@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES
-from torchrec_ext.delta.tracked import RowSource, TrackedTable
+from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
 
 
 class Standing:
@@ -59,7 +59,7 @@ class Standing:
 
         Args:
             keys: int64 ``[n]``, each once.
-            vectors: float32 ``[n, dim]``.
+            vectors: float32, whole ones.
 
         Returns:
             How many keys have the same vector in the model, and how many another one; others have none.
@@ -71,10 +71,10 @@ class Standing:
             here = places[start : start + chunk]
             rows = torch.from_numpy(here).to(self.rows.device)
             with self._source.at_rest():
-                matrix = self._source.weight().index_select(0, self.rows.index_select(0, rows))
-            matrix = matrix.float().cpu()
+                matrix = torch.empty(len(here), self._table.dim)
+                copy_rows(self._source.weights(), self.rows.index_select(0, rows), matrix)
             self._table.as_answered_(matrix)
-            logged = np.ascontiguousarray(vectors[found[start : start + chunk]])
+            logged = np.ascontiguousarray(vectors[found[start : start + chunk]][:, self._table.columns])
             same = (matrix.numpy().view(np.int32) == logged.view(np.int32)).all(axis=1)
             self.said[here] = same
             confirmed += int(same.sum())

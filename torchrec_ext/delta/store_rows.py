@@ -95,6 +95,10 @@ class StoreRows:
     def settle(self, rows: torch.Tensor) -> None:
         """See ``RowSource``; the moment says it all."""
 
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``RowSource``: none can be named."""
+        return rows
+
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
         if not self._table.dynamic:
@@ -118,9 +122,9 @@ class StoreRows:
         found = self._group.local_rows(self._name, torch.from_numpy(keys))
         return found.masked_fill_(found == 0, -1)
 
-    def weight(self) -> torch.Tensor:
+    def weights(self) -> tuple[torch.Tensor, ...]:
         """See ``RowSource``."""
-        return self._group.rows_of(self._name)
+        return (self._group.rows_of(self._name),)
 
     def fallback_rows(self) -> dict[int | None, int]:
         """See ``RowSource``: a dynamic table's default row."""

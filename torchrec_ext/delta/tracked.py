@@ -14,15 +14,23 @@ from torchrec_ext.zch import ShardRouting
 
 
 class TrackedTable(Protocol):
-    """One table of a model, as this rank holds it: a ``ZchTable`` or a ``RecStoreTable``."""
+    """One table of a model, as this rank holds it: a ``ZchTable``, ``RecStoreTable`` or ``PlainTable``."""
 
     @property
     def fqn(self) -> str:
         """The module's path in the model (wrappers left out) and the table's name, ``"mc.t0"``."""
 
     @property
+    def part(self) -> str:
+        """What deltas call it: ``fqn``, or a name of its own where other ranks have the other columns."""
+
+    @property
+    def columns(self) -> slice | NDArray[np.int64]:
+        """Which of a whole vector's columns it has."""
+
+    @property
     def kind(self) -> str:
-        """``zch`` or ``recstore``: the ``source`` of its rows in a dump."""
+        """``zch``, ``recstore`` or ``plain``: the ``source`` of its rows in a dump."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -75,6 +83,9 @@ class TrackedTable(Protocol):
     def unsupported(self) -> str | None:
         """Why the table cannot be followed exactly; None if it can."""
 
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether it is up to this rank to dump, or delete, each key: bool ``[n]`` for int64 ``[n]``."""
+
     def as_answered_(self, vectors: torch.Tensor) -> None:
         """Turns rows, float32 ``[n, dim]``, into what a lookup of one id with weight 1 answers."""
 
@@ -109,6 +120,9 @@ class RowSource(Protocol):
     def settle(self, rows: torch.Tensor) -> None:
         """Takes note that ``changed`` need not name these rows again unless they change again."""
 
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """Makes ``changed`` name settled rows again; returns those that it cannot."""
+
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The key that owns each row, and whether one does: int64 and bool ``[n]``."""
 
@@ -121,8 +135,8 @@ class RowSource(Protocol):
         Else int64 ``[n]``, -1 for a key that owns no row any more.
         """
 
-    def weight(self) -> torch.Tensor:
-        """The live rows, ``[num_rows, dim]``."""
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """The live rows, matrices ``[num_rows, columns]`` that side by side have ``dim`` columns."""
 
     def fallback_rows(self) -> Mapping[int | None, int]:
         """The rows that answer keys which own none: all keys of the shard (None), or just one."""
@@ -154,3 +168,22 @@ def checked_rows(table: TrackedTable, rows: torch.Tensor) -> torch.Tensor:
         )
     local = rows - table.first_row
     return local[(local >= 0) & (local < table.num_rows)]
+
+
+def copy_rows(weights: tuple[torch.Tensor, ...], rows: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Copies rows of matrices that stand side by side into one, float32 ``[n, dim]`` in host memory."""
+    column = 0
+    for weight in weights:
+        columns = matrix[:, column : column + weight.shape[1]]
+        column += weight.shape[1]
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(weights) == 1:
+            torch.index_select(weight, 0, rows, out=columns)
+        else:
+            columns.copy_(weight.index_select(0, rows))
+
+
+def flagged(flags: torch.Tensor) -> torch.Tensor:
+    """Where a bool tensor is set, int64. NumPy skips runs of zeros, which torch does not on CPU."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().flatten()

@@ -12,7 +12,7 @@ from torchrec_ext.delta.buffers import Arena
 from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
 from torchrec_ext.delta.keys import difference
 from torchrec_ext.delta.standing import Standing
-from torchrec_ext.delta.tracked import RowSource, TrackedTable
+from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
 from torchrec_ext.errors import CorruptTableError
 
 
@@ -114,13 +114,13 @@ class Tracker:
             CorruptTableError: a vector is not finite.
         """
         keys, rows = diff.upsert_keys[piece], diff.upsert_rows[piece]
-        weight = self._rows.weight()
+        weights = self._rows.weights()
         upserts, vectors, deletes = [], [], [NO_KEYS if piece.start else diff.delete_keys]
         start = 0
         while start < len(rows):
             matrix = arena.take(len(rows) - start, self.table.dim)
             stop = start + len(matrix)
-            found, there, gone = self._copy(weight, keys[start:stop], rows[start:stop], diff.moment, matrix)
+            found, there, gone = self._copy(weights, keys[start:stop], rows[start:stop], diff.moment, matrix)
             self.table.as_answered_(there)
             self._check_finite(there, found)
             upserts.append(found)
@@ -128,7 +128,7 @@ class Tracker:
             deletes.append(gone)
             start = stop
         return TableDelta(
-            self.table.fqn, np.concatenate([NO_KEYS, *upserts]), tuple(vectors), np.concatenate(deletes)
+            self.table.part, np.concatenate([NO_KEYS, *upserts]), tuple(vectors), np.concatenate(deletes)
         )
 
     @torch.no_grad()
@@ -142,7 +142,8 @@ class Tracker:
             rows = dict(self._rows.fallback_rows())
             if not rows:
                 return None
-            vectors = self._rows.weight()[list(rows.values())].float().cpu()
+            (weight,) = self._rows.weights()
+            vectors = weight[list(rows.values())].float().cpu()
         self.table.as_answered_(vectors)
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
@@ -195,10 +196,11 @@ class Tracker:
             self._published = _PublishedKeys(self.table.num_rows, self._rows.device)
             self._published.put(standing.rows, standing.owners, said)
         unsaid = torch.from_numpy(np.flatnonzero(standing.owned & ~said))
-        self._unsaid = standing.rows.index_select(0, unsaid.to(standing.rows.device))
+        unsaid = standing.rows.index_select(0, unsaid.to(standing.rows.device))
         self._orphans = difference(held, standing.owners[said])
         self._moment = standing.moment
         self._rows.settle(standing.rows)
+        self._unsaid = self._rows.owe(unsaid)
 
     def _owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """As ``RowSource.owners``; a key that routes to another shard owns nothing: nobody asks here."""
@@ -212,7 +214,7 @@ class Tracker:
 
     def _copy(
         self,
-        weight: torch.Tensor,
+        weights: tuple[torch.Tensor, ...],
         keys: NDArray[np.int64],
         rows: torch.Tensor,
         moment: int,
@@ -231,10 +233,7 @@ class Tracker:
                 is_gone = (found < 0).cpu().numpy()
                 keys, gone, found = keys[~is_gone], keys[is_gone], found[found >= 0]
                 matrix = matrix[: len(keys)]
-            if weight.device.type == "cpu" and weight.dtype == torch.float32:
-                torch.index_select(weight, 0, found, out=matrix)
-            else:
-                matrix.copy_(weight.index_select(0, found))
+            copy_rows(weights, found, matrix)
         return keys, matrix, gone
 
     def _check_finite(self, matrix: torch.Tensor, keys: NDArray[np.int64]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchrec_ext.delta.tracked import checked_rows
+from torchrec_ext.delta.tracked import checked_rows, flagged
 from torchrec_ext.zch import NO_ID, RowBinding, ZchTable, ZchWatch
 
 
@@ -93,11 +93,15 @@ class ZchRows:
         self._binding.check(self._table.fqn, self._table.shard)
         if since is None:
             return torch.arange(self._table.num_rows, device=self.device), 0
-        return _flagged(self._touched), 0
+        return flagged(self._touched), 0
 
     def settle(self, rows: torch.Tensor) -> None:
         """See ``RowSource``."""
         self._touched.index_fill_(0, rows, False)
+
+    def owe(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``RowSource``: none can be named."""
+        return rows
 
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
@@ -112,9 +116,9 @@ class ZchRows:
         """See ``RowSource``."""
         return rows
 
-    def weight(self) -> torch.Tensor:
+    def weights(self) -> tuple[torch.Tensor, ...]:
         """See ``RowSource``."""
-        return self._table.weight()
+        return (self._table.weight(),)
 
     def fallback_rows(self) -> dict[int | None, int]:
         """See ``RowSource``."""
@@ -122,10 +126,3 @@ class ZchRows:
         if self._answers_sentinel:
             rows[NO_ID] = self._binding.sentinel_row()
         return rows
-
-
-def _flagged(flags: torch.Tensor) -> torch.Tensor:
-    """Where a bool tensor is set, int64. NumPy skips runs of zeros, which torch does not on CPU."""
-    if flags.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    return flags.nonzero().flatten()

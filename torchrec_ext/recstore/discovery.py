@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from torchrec_ext.recstore.dist_embedding import DistEmbedding
@@ -52,6 +54,16 @@ class RecStoreTable:
     pooled: bool
     place: str | None
     unsupported: str | None
+
+    @property
+    def part(self) -> str:
+        """What deltas call it."""
+        return self.fqn
+
+    @property
+    def columns(self) -> slice:
+        """All of a vector's columns."""
+        return slice(None)
 
     @property
     def kind(self) -> str:
@@ -103,6 +115,10 @@ class RecStoreTable:
         """The store of a table that is supported."""
         assert isinstance(self.store, LocalStore)
         return self.store
+
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each key routes to this rank's shard."""
+        return self.routing.shard_of(keys) == self.shard
 
     def as_answered_(self, vectors: torch.Tensor) -> None:
         """Turns rows into what a lookup of one id with weight 1 answers, in place.

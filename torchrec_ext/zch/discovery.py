@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.mc_embedding_modules import (
@@ -30,7 +32,7 @@ _DDP = "module"
 _COMPILED = "_orig_mod"
 
 # Fused optimizers that move rows which were not looked up: a lookup cannot tell which.
-_MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD"}
+_MOVES_WHOLE_TABLES = {"ENSEMBLE_ROWWISE_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,16 @@ class ZchTable:
     unsupported: str | None = None
 
     @property
+    def part(self) -> str:
+        """What deltas call it."""
+        return self.fqn
+
+    @property
+    def columns(self) -> slice:
+        """All of a vector's columns."""
+        return slice(None)
+
+    @property
     def kind(self) -> str:
         """What kind of table it is."""
         return "zch"
@@ -104,18 +116,27 @@ class ZchTable:
         internals.flush_cache(tbe)
         return internals.local_weight(tbe, index).view(self.num_rows, self.dim)
 
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each key routes to this rank's shard."""
+        return self.routing.shard_of(keys) == self.shard
+
     def as_answered_(self, vectors: torch.Tensor) -> None:
         """Turns rows into what a lookup of one id with weight 1 answers, in place.
 
         Args:
             vectors: rows of the table, float32 ``[n, dim]``.
         """
-        if self.pooled:
-            vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
-        if self.output_dtype != torch.float32:
-            vectors.copy_(vectors.to(self.output_dtype))
-        if self.divided:
-            vectors.div_(_LENGTH_OF_ONE)
+        answered_(vectors, pooled=self.pooled, output_dtype=self.output_dtype, divided=self.divided)
+
+
+def answered_(vectors: torch.Tensor, *, pooled: bool, output_dtype: torch.dtype, divided: bool) -> None:
+    """Turns rows, float32 ``[n, dim]``, into what a lookup of one id with weight 1 answers, in place."""
+    if pooled:
+        vectors.add_(0.0)  # pooling starts from +0.0, so that -0.0 becomes +0.0
+    if output_dtype != torch.float32:
+        vectors.copy_(vectors.to(output_dtype))
+    if divided:
+        vectors.div_(_LENGTH_OF_ONE)
 
 
 # TorchRec divides by the bag's length and 1e-6, in every table of a collection that has one with MEAN

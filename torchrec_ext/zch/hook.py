@@ -59,7 +59,7 @@ class SharedHook(Generic[UserT]):
             if self._before is not None:
                 attributes[self._method] = self._before
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What callers of the method get."""
         raise NotImplementedError
 

@@ -7,13 +7,18 @@ it: nearly always when tables are looked for, at the latest in the first step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torchrec
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
@@ -111,7 +116,7 @@ def routing_hash_sizes(module: BaseShardedManagedCollisionEmbeddingCollection, t
     }
 
 
-def shard_env(module: BaseShardedManagedCollisionEmbeddingCollection) -> tuple[int, int, bool]:
+def shard_env(module: nn.Module) -> tuple[int, int, bool]:
     """This rank's shard, the number of shards, and whether the table is replicated (2D parallel)."""
     env = _private(module, "_env")
     return int(env.rank), int(env.world_size), hasattr(env, "sharding_pg")
@@ -163,6 +168,63 @@ def drop_cache(tbe: nn.Module) -> None:
         tbe.reset_cache_states()  # type: ignore[operator]
 
 
+PlainModule: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+"""The sharded modules whose tables have no managed collision."""
+
+
+def embedding_kernels(module: PlainModule) -> list[BaseEmbedding]:
+    """The modules that look tables up on this rank, each by one TBE."""
+    kernels = []
+    for lookup in _private(module, "_lookups"):
+        if isinstance(lookup, DistributedDataParallel):
+            lookup = lookup.module
+        kernels += list(_private(lookup, "_emb_modules"))
+    return kernels
+
+
+def kernel_weights(kernel: BaseEmbedding) -> list[torch.Tensor]:
+    """The live weights of a kernel's shards, views ``[rows, columns]`` on the TBE's own storage."""
+    return _private(kernel, "split_embedding_weights")()
+
+
+def flush_kernel(kernel: BaseEmbedding) -> None:
+    """Writes rows that sit in a UVM cache back to the weights."""
+    _private(kernel, "flush")()
+
+
+def shards_per_rank(module: PlainModule) -> list[list[ShardedEmbeddingTable]]:
+    """The shards of every rank, those of one table too."""
+    if isinstance(module, ShardedEmbeddingCollection):
+        shardings = list(_private(module, "_sharding_type_to_sharding").values())
+    else:
+        shardings = list(_private(module, "_embedding_shardings"))
+    _, world_size, _ = shard_env(module)
+    ranks: list[list[ShardedEmbeddingTable]] = [[] for _ in range(world_size)]
+    for sharding in shardings:
+        groups_per_rank = _private(sharding, "_grouped_embedding_configs_per_rank")
+        for shards, groups in zip(ranks, groups_per_rank, strict=True):
+            shards += [table for group in groups for table in group.embedding_tables]
+    return ranks
+
+
+def device_of(module: PlainModule) -> torch.device:
+    """The device on which tables are looked up."""
+    return torch.device(_private(module, "_device"))
+
+
+def table_configs(module: PlainModule) -> list[BaseEmbeddingConfig]:
+    """The configuration of each table of a module, of all shards."""
+    return list(_private(module, "_table_name_to_config").values())
+
+
+def wrapped_collection(module: nn.Module) -> tuple[str, PlainModule]:
+    """The attribute in which a sharded module keeps the collection that it wraps, and that."""
+    for name in ("_embedding_bag_collection", "_embedding_collection"):
+        if hasattr(module, name):
+            return name, getattr(module, name)
+    raise _unknown(module, "collection inside")
+
+
 def pools(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
     """Whether lookups are pooled into bags."""
     return bool(_private(module, "bagged"))
@@ -170,9 +232,12 @@ def pools(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
 
 def divides_by_length(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
     """Whether the pooled output is divided by bag lengths, as it is if any table pools by MEAN."""
-    return pools(module) and bool(
-        _private(_private(module, "_embedding_module"), "_has_mean_pooling_callback")
-    )
+    return pools(module) and collection_divides_by_length(_private(module, "_embedding_module"))
+
+
+def collection_divides_by_length(module: ShardedEmbeddingBagCollection) -> bool:
+    """The same of a collection that has no managed collision: any table whose rows are sharded counts."""
+    return bool(_private(module, "_has_mean_pooling_callback"))
 
 
 def output_dtype(tbe: nn.Module) -> torch.dtype:

@@ -1,0 +1,88 @@
+"""Training goes on from a checkpoint, with tables without managed collision, at any world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.models import loss_of
+from tests.support.plain_models import Collection, Spec, Table, Trainer, answers, build, keyed
+from tests.support.workers import run_on
+from torchrec_ext.delta import DeltaDumper, DeltaLog
+
+
+def _spec(world_size: int) -> Spec:
+    last = world_size - 1
+    tables = (
+        Table("t0", ("f0",)),
+        Table("t1", ("f1",), sharding="table_wise", ranks=(last,)),
+        Table("t2", ("f2",), sharding="column_wise", ranks=(last, 0)),
+        Table("t3", ("f3",), sharding="data_parallel"),
+        Table("t4", ("f4",), sharding="column_wise", ranks=(0, last), kernel="dense"),
+    )
+    return Spec({"ebc": Collection(tables)}, dense_optimizer="weight_decay")
+
+
+def _train(model: torch.nn.Module, spec: Spec, step: int) -> None:
+    ids = [[step % 11], [(step + 3 * dist.get_rank()) % 11]]
+    trainer = Trainer(model, spec)
+    trainer.finish(loss_of(model(keyed(spec.features, {feature: ids for feature in spec.features}))))
+
+
+def _compare(model: torch.nn.Module, spec: Spec, directory: Path) -> None:
+    state = DeltaLog(directory).replay()
+    for table in spec.collections["ebc"].tables:
+        expected = answers(model, spec, "ebc", table, range(table.rows)).numpy()
+        assert (state[f"ebc.{table.name}"].lookup(range(table.rows)) == expected).all(), table
+    dist.barrier()
+
+
+def _first_run(directory: Path, stop: int, saved_at: int) -> dict[str, Any]:
+    spec = _spec(dist.get_world_size())
+    model = build(spec)
+    checkpoint: dict[str, Any] = {}
+    with DeltaDumper(model, directory, interval_steps=2) as dumper:
+        for step in range(1, stop + 1):
+            _train(model, spec, step)
+            dumper.step(step)
+            if step == saved_at:
+                for table in spec.collections["ebc"].tables:
+                    whole = answers(model, spec, "ebc", table, range(table.rows))
+                    checkpoint[f"ebc.embedding_bags.{table.name}.weight"] = whole.numpy()
+                checkpoint["dumper"] = dumper.state_dict()
+    return checkpoint
+
+
+def _second_run(directory: Path, checkpoint: dict[str, Any], step: int, with_state: bool) -> int:
+    spec = _spec(dist.get_world_size())
+    model = build(spec)
+    weights = {key: torch.from_numpy(value) for key, value in checkpoint.items() if key != "dumper"}
+    model.load_state_dict(weights)
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        if with_state:
+            dumper.load_state_dict(checkpoint["dumper"])
+        dumper.resume(step)
+        if DeltaLog(directory).dumps()[-1].step == step:
+            _compare(model, spec, directory)
+        _train(model, spec, 7)
+        rows = dumper.dump(step + 1).rows
+        dumper.flush()
+        _compare(model, spec, directory)
+    return rows
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("stop", "saved_at"), [(4, 4), (8, 5)])
+def test_log_says_what_the_model_does_after_a_restart(
+    before: int, after: int, stop: int, saved_at: int, with_state: bool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "deltas"
+    checkpoint, *_ = run_on(before, _first_run, directory, stop, saved_at)
+    rows = sum(run_on(after, _second_run, directory, checkpoint, saved_at, with_state))
+    # What was trained since, and the tables that decay as a whole; t0, t1 and t2 were dumped before.
+    assert rows <= 3 * (after + 1) + 2 * 11 + (3 * 11 if saved_at % 2 else 0)
