@@ -120,7 +120,7 @@ class Committer:
             try:
                 self._generation.check()
                 files = self._write(path, cut)
-            except Exception as caught:
+            except BaseException as caught:  # a stream brings what interrupted the training thread
                 error = caught
         if files is None:
             cut.discard()

@@ -331,6 +331,7 @@ class DeltaDumper:
         Raises:
             DeltaDumpError: one was not, here or on another rank.
         """
+        self._cutter.settle()
         self._writer.wait_until_written()
         self._writer.raise_errors()
 
