@@ -127,10 +127,7 @@ class Committer:
         try:
             manifest = self._agree(dump, path, cut, self._vote(dump, files, error))
         except DeltaDumpError as refused:
-            if isinstance(refused, FencedError):
-                self._uncommitted.clear()  # nobody will ever want to know
-            else:
-                self._keep(cut)
+            self._keep(cut)
             self._remove_own_files()
             self._abandoned = path
             if error is not None:
