@@ -6,7 +6,6 @@ import logging
 import zlib
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch.distributed as dist
 
 from torchrec_ext.delta.chain import without_superseded
@@ -98,7 +97,7 @@ class Restart:
     def _agree(
         self, step: int, group: dist.ProcessGroup | None, marked: bool
     ) -> tuple[LogPosition | None, bool]:
-        """The position that was saved, if it is known for all ranks; and whether any has marked rows since."""
+        """The position that was saved, if all ranks know the same; and whether any has marked rows since."""
         crc = None if self.saved is None else zlib.crc32(self.saved.to_bytes())
         steps, crcs, marks = zip(*gather(group, (step, crc, marked)), strict=True)
         if len(set(steps)) > 1:
@@ -184,7 +183,7 @@ class Comparison:
         return before is None or (before.num_embeddings, before.dtype) != (now.num_embeddings, now.dtype)
 
     def _is_another_model(self, standing: Standing, table: TrackedTable, doubtful: Keys) -> bool:
-        """Looks at the vectors dumped last, which tell a mix-up of checkpoints, or a model built otherwise."""
+        """Looks at the vectors dumped last, which tell a mix-up of checkpoints, or another model."""
         keys = difference(self._kept.by_age(table.fqn), doubtful)
         keys = keys[table.keeps(keys)][-_LOOK:]
         counts = [standing.confirm(*found) for found in self._kept.latest(table.fqn, keys)]
