@@ -99,7 +99,7 @@ class DeltaDumper:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_arguments(interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes)
-        place = place_for(output_dir)
+        self._place = place_for(output_dir)
         found = select_tables(find_tables(model), tables, model)
         self._last_step: int | None = None
         self._last_dump: int | None = None
@@ -120,7 +120,7 @@ class DeltaDumper:
         )
         try:
             check_places(group, found)
-            opened = open_log(place, group, found)
+            opened = open_log(self._place, group, found)
             self._schedule = schedule_of(interval_steps, interval_seconds, group)
             publish_all = first_dump == "full" or bool(opened.dumps)
             for table in found:
@@ -152,13 +152,13 @@ class DeltaDumper:
         )
         self._writer = DumpWriter(self._committer, max_pending)
         self._cutter = Cutter(trackers, self._followers, pool, self._writer, self.generation, joiner)
-        self._unclosed = weakref.finalize(self, _warn_unclosed, place)
+        self._unclosed = weakref.finalize(self, _warn_unclosed, self._place)
         if opened.dumps and first_dump == "delta":
             logger.info(
                 "%s holds a log already: unless training resumes, the first dump holds every row",
-                place,
+                self._place,
             )
-        logger.info("dumping %s to %s, generation %d", ", ".join(infos), place, self.generation)
+        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._place, self.generation)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -347,7 +347,7 @@ class DeltaDumper:
             return
         try:
             if self._last_step is None and self._last_dump is None:
-                logger.warning("nothing was dumped to %s: step() was never called", self._generation.place)
+                logger.warning("nothing was dumped to %s: step() was never called", self._place)
             self._cutter.settle()
             if (owed := self._step_owed()) is not None:
                 self._dump(owed, {})
@@ -416,9 +416,7 @@ class DeltaDumper:
         if self._last_dump is not None and self._writer.last_dump_failed():
             return self._last_dump  # its rows wait for the next dump: there is no other
         if self._marked:  # on this rank; the others may not know
-            logger.warning(
-                "rows marked after the last dump are not in %s: dump() after mark()", self._generation.place
-            )
+            logger.warning("rows marked after the last dump are not in %s: dump() after mark()", self._place)
         return None
 
     def _leave(self, *, wait: bool) -> None:

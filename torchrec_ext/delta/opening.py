@@ -182,8 +182,8 @@ def prepare_directory(place: Place, rank: int) -> None:
         return
     try:
         place.make()
-    except NotADirectoryError as error:
-        raise ValueError(f"output_dir {error}") from error
+    except FileExistsError as error:
+        raise ValueError(f"output_dir {place} is not a directory") from error
     strangers = [name for name in place.entries() if DumpId.from_directory(name) is None and name != FOLDER]
     if strangers:
         raise ValueError(

@@ -34,8 +34,6 @@ class LocalPlace(Place):
 
     def make(self) -> None:
         """See ``Place``."""
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"{self} is not a directory")
         self.path.mkdir(parents=True, exist_ok=True)
 
     def entries(self, folder: str = "") -> list[str]:

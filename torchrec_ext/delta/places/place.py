@@ -52,7 +52,7 @@ class Place(ABC):
         """Makes it, if it is not there.
 
         Raises:
-            NotADirectoryError: it is a file.
+            FileExistsError: it is a file.
         """
 
     @abstractmethod

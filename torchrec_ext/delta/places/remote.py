@@ -52,7 +52,7 @@ class RemotePlace(Place):
     def make(self) -> None:
         """See ``Place``."""
         if self._type() == pafs.FileType.File:
-            raise NotADirectoryError(f"{self} is not a directory")
+            raise FileExistsError(f"{self} is a file")
         with self._explained("cannot be written to"):
             self._fs.create_dir(self._root, recursive=True)
 
