@@ -245,6 +245,8 @@ class Committer:
                 self._generation.check()
             except FencedError as why:
                 fenced = str(why)
+            except OSError:
+                pass  # nobody can tell, and the others wait for this vote
         if isinstance(error, UncertainCommit):
             return _Vote(dump, files, str(error), fenced, uncertain=True)
         return _Vote(dump, files, None if error is None else f"{type(error).__name__}: {error}", fenced)

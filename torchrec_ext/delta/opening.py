@@ -135,8 +135,11 @@ def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[Tra
     held = on_every_rank(group, lambda: held_keys(log, seen, tables))
     newest = seen[-1].generation if seen else -1
     mine = on_every_rank(group, lambda: take_over(place, newest) if rank == 0 else None)
-    generation = gather(group, mine)[0]
-    assert generation is not None
+    # Not all of it: each rank reaches the place by its own means.
+    claimed = gather(group, None if mine is None else (type(mine), mine.number, mine.run_id))[0]
+    assert claimed is not None
+    kind, number, run_id = claimed
+    generation: Generation = kind(place, number, run_id)
     dumps = on_every_rank(group, lambda: read_log(log, tables))
     end = gather(group, dumps[-1].dump if dumps else None)[0]
     # On an object store the older run may commit even now. Rank 0 decides what the others take in.
