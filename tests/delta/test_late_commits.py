@@ -152,7 +152,7 @@ def test_dump_that_was_passed_by_may_count_again_if_the_newest_run_goes_on_from_
     assert [(d.generation, d.step) for d in scene.log.dumps()] == [(0, 1), (1, 1), (3, 1), (3, 2)]
 
 
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=2, max_size=12))
 def test_three_runs_never_mislead_a_reader_in_whatever_order_they_touch_files(
     turns: list[tuple[int, int]],

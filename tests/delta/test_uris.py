@@ -52,7 +52,7 @@ def _train(uri: str, seed: int, resume: int | None) -> dict[int, list[list[float
     with DeltaDumper(model, uri, interval_steps=2) as dumper:
         if resume is not None:
             dumper.resume(resume)
-        for step in range(1 + (resume or 0), 7 + (resume or 0)):
+        for step in range(1 + (resume or 0), 5 + (resume or 0)):
             rng = np.random.default_rng([seed, step, dist.get_rank()])
             train(model, SPEC, (5 * step + rng.integers(0, 30, 12)) % 60)
             dumper.step(step)
@@ -66,7 +66,7 @@ def test_log_on_s3_says_what_the_model_answers_also_after_a_restart_and_publishe
     server: S3Server, tmp_path: Path
 ) -> None:
     uri, sink = server.uri("trained"), f"parquet://{tmp_path}/snapshots"
-    for seed, resume in ((0, None), (1, 4)):
+    for seed, resume in ((0, None), (1, 2)):
         answered = run_on(2, _train, uri, seed, resume)[0]
         log = DeltaLog(uri)
         for step, expected in answered.items():
@@ -75,10 +75,8 @@ def test_log_on_s3_says_what_the_model_answers_also_after_a_restart_and_publishe
         for where in (uri, sink):
             with EmbeddingClient(where) as client:
                 assert np.array_equal(client.lookup("mc.t0", IDS), log.replay()["mc.t0"].lookup(IDS))
-    assert [(dump.generation, dump.step) for dump in log.dumps()] == [
-        *((0, 2), (0, 4), (1, 4), (1, 6), (1, 8), (1, 10))
-    ]
-    assert log.dumps()[2].supersedes == (DumpId(0, 6),)
+    assert [(dump.generation, dump.step) for dump in log.dumps()] == [*((0, 2), (1, 2), (1, 4), (1, 6))]
+    assert log.dumps()[1].supersedes == (DumpId(0, 4),)
     for content in objects(server, "trained").values():
         assert no_credentials(content.decode("latin-1"))
 

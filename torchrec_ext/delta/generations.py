@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,16 +148,17 @@ def claim(place: LocalPlace) -> Generation:
     return RenamingGeneration(place, number, run_id)
 
 
-def remove_uncommitted(generation: Generation, newest: int) -> None:
+def remove_uncommitted(generation: Generation, newest: int, committed: Collection[str]) -> None:
     """Removes what older generations left half-written, and can never commit now.
 
     Args:
         generation: this run's.
         newest: generation of which a dump counts; -1 if there is none.
+        committed: names of dumps that are known to be.
     """
     for name in generation.place.entries():
         dump = DumpId.from_directory(name)
-        if dump is None or not generation.cannot_commit(dump.generation, newest):
+        if dump is None or name in committed or not generation.cannot_commit(dump.generation, newest):
             continue
         if generation.place.has(name, MANIFEST_NAME):
             continue

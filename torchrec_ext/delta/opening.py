@@ -133,8 +133,7 @@ def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[Tra
     log = on_every_rank(group, lambda: shared_log(place))
     seen = on_every_rank(group, lambda: read_log(log, tables))
     held = on_every_rank(group, lambda: held_keys(log, seen, tables))
-    newest = seen[-1].generation if seen else -1
-    mine = on_every_rank(group, lambda: take_over(place, newest) if rank == 0 else None)
+    mine = on_every_rank(group, lambda: take_over(place, seen) if rank == 0 else None)
     # Not all of it: each rank reaches the place by its own means.
     claimed = gather(group, None if mine is None else (type(mine), mine.number, mine.run_id))[0]
     assert claimed is not None
@@ -206,15 +205,16 @@ def shared_log(place: Place) -> DeltaLog:
     return DeltaLog(place)
 
 
-def take_over(place: Place, newest: int) -> Generation:
+def take_over(place: Place, seen: Sequence[Manifest]) -> Generation:
     """Begins a generation, and clears what runs that died, or were fenced off, left half-written.
 
     Args:
         place: of the log.
-        newest: generation of which a dump counts; -1 if there is none.
+        seen: the dumps that were committed a moment ago.
     """
     generation = claim(place) if isinstance(place, LocalPlace) else mark(place)
-    remove_uncommitted(generation, newest)
+    newest = seen[-1].generation if seen else -1
+    remove_uncommitted(generation, newest, {manifest.dump.directory for manifest in seen})
     return generation
 
 

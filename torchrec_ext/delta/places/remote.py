@@ -142,6 +142,8 @@ class RemotePlace(Place):
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """See ``Place``."""
+        if len(items) == 1:
+            return [work(items[0])]
         with ThreadPoolExecutor(_REQUESTS, "torchrec-ext-place") as threads:
             return list(threads.map(work, items))
 
