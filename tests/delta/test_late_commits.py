@@ -5,11 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import duckdb
 import numpy as np
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pyarrow.fs import FileSystem
 
+from tests.docs.pages import blocks_of
 from tests.support.filesystems import SteppedRun, watched
 from tests.support.trainers import FQN, IDS, Trainer
 from torchrec_ext.delta import DeltaLog, DumpId
@@ -127,8 +130,10 @@ def test_run_may_be_overtaken_before_anything_it_does_to_files(tmp_path: Path) -
 BEFORE_COMMIT, BEFORE_DUMP = "move manifest.json", "create_dir step_000000000001.g0002"
 
 
-def test_who_has_taken_in_a_dump_that_a_newer_run_passes_by_is_put_right(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, 2)
+def test_who_has_taken_in_a_dump_that_a_newer_run_passes_by_is_put_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path / "deltas", 2)
     scene.go(0, until=BEFORE_COMMIT)
     scene.go(1, until=BEFORE_DUMP)  # it has looked where the log ends
     scene.go(0)
@@ -136,6 +141,13 @@ def test_who_has_taken_in_a_dump_that_a_newer_run_passes_by_is_put_right(tmp_pat
     assert [(dump.generation, dump.step) for dump in scene.log.dumps()] == [(0, 1), (1, 1)]
     assert scene.end() == [DumpId(1, 1)]
     assert [(dump.generation, dump.step) for dump in scene.log.dumps()] == [(0, 1), (2, 1), (2, 2)]
+    # The query for other readers passes it by as well; the one that knows nothing of the chain does not.
+    monkeypatch.chdir(tmp_path)
+    (query,) = blocks_of("docs/places.md", "sql")
+    with duckdb.connect() as connection:
+        found = connection.sql(query.text).to_arrow_table().to_pydict()
+    assert sorted(found["key_id"]) == scene.log.keys()[FQN].tolist()
+    assert scene.log.replay()[FQN].lookup(found["key_id"]).tolist() == found["embedding"]
 
 
 def test_dump_that_was_passed_by_may_count_again_if_the_newest_run_goes_on_from_it(tmp_path: Path) -> None:

@@ -229,6 +229,28 @@ def test_dump_that_may_be_committed_or_not_is_said_again_by_the_next_one(
     dumper.close()
 
 
+def _dump_unsurely(root: str) -> list[int]:
+    unsure = _Unsure(Path(root), 2, carried_out=True)
+    model, refused = build(SPEC), []
+    with DeltaDumper(model, unsure.filesystem, interval_steps=10**9) as dumper:
+        for step in (1, 2, 3):
+            train(model, SPEC, range(7 * step, 7 * step + 9))
+            dumper.dump(step)
+            try:
+                dumper.flush()
+            except DeltaDumpError:
+                refused.append(step)
+            expected = answers(model, SPEC, "mc", "t0", IDS).numpy()
+            assert np.array_equal(DeltaLog(root).replay()["mc.t0"].lookup(IDS), expected)
+            dist.barrier()
+    return refused
+
+
+def test_no_rank_takes_its_files_away_from_a_dump_that_may_be_committed(tmp_path: Path) -> None:
+    assert run_on(2, _dump_unsurely, str(tmp_path)) == [[2], [2]]
+    assert [dump.step for dump in DeltaLog(tmp_path).dumps()] == [1, 3]
+
+
 def test_dump_that_may_be_committed_is_not_written_a_second_time(tmp_path: Path) -> None:
     unsure = _Unsure(tmp_path, 1, carried_out=True)
     there = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
