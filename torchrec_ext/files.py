@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-class ChecksummedFile(io.RawIOBase):
-    """A new file that counts its bytes, and their CRC-32, on the way.
+class Checksummed(io.RawIOBase):
+    """Counts the bytes written to a file, and their CRC-32, on the way.
+
+    Args:
+        raw: an unbuffered file.
 
     Attributes:
         nbytes: bytes written so far.
         crc32: CRC-32 of the bytes written so far.
-
-    Raises:
-        FileExistsError: it is there already.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, raw: BinaryIO) -> None:
         self.nbytes = 0
         self.crc32 = 0
-        self._raw: BinaryIO = path.open("xb", buffering=0)
+        self._raw = raw
 
     def writable(self) -> bool:
         """See ``io.IOBase``."""
@@ -44,22 +44,38 @@ class ChecksummedFile(io.RawIOBase):
         """See ``io.IOBase``."""
         return self.nbytes
 
-    def sync(self) -> None:
-        """Puts what was written on the disk."""
-        os.fsync(self._raw.fileno())
-
     def close(self) -> None:
         """See ``io.IOBase``."""
         self._raw.close()
         super().close()
 
 
+class ChecksummedFile(Checksummed):
+    """A new local file that counts its bytes, and their CRC-32, on the way.
+
+    Raises:
+        FileExistsError: it is there already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.open("xb", buffering=0))
+
+    def sync(self) -> None:
+        """Puts what was written on the disk."""
+        os.fsync(self._raw.fileno())
+
+
 def file_crc32(path: Path) -> int:
     """CRC-32 of a file's bytes."""
     with path.open("rb") as file:
-        crc = 0
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
+        return stream_crc32(file)
+
+
+def stream_crc32(file: BinaryIO) -> int:
+    """CRC-32 of the bytes from where a file stands to its end."""
+    crc = 0
+    while block := file.read(1 << 20):
+        crc = zlib.crc32(block, crc)
     return crc
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 
 def check_arguments(
-    output_dir: str | os.PathLike[str],
     interval_steps: int | None,
     interval_seconds: float | None,
     tables: Sequence[str] | None,
@@ -26,8 +24,6 @@ def check_arguments(
     Raises:
         ValueError: one is wrong; names it.
     """
-    if "://" in os.fspath(output_dir):
-        raise ValueError(f"output_dir must be a path, not a URI: {output_dir}")
     if (interval_steps is None) == (interval_seconds is None):
         raise ValueError(
             "give exactly one of interval_steps and interval_seconds, "

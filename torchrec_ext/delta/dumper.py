@@ -6,10 +6,10 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import pyarrow.fs as pafs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +21,8 @@ from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DumpResult
 from torchrec_ext.delta.cutter import Cutter
 from torchrec_ext.delta.following import Followers, find_tables
-from torchrec_ext.delta.opening import check_places, describe, open_log, select_tables
+from torchrec_ext.delta.opening import check_places, describe, open_log, place_for, select_tables
+from torchrec_ext.delta.places import Place
 from torchrec_ext.delta.position import LogPosition
 from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.resuming import Restart
@@ -58,7 +59,8 @@ class DeltaDumper:
 
     Args:
         model: the model; ZCH modules in it are sharded by TorchRec (``DistributedModelParallel``).
-        output_dir: a directory, shared by all ranks; made if it is not there.
+        output_dir: a directory, shared by all ranks; made if it is not there. A path, or a URI that PyArrow
+            takes (``s3://bucket/deltas``), or one of its file systems, of which it is the root.
         interval_steps: dump whenever the step number reaches or passes a multiple of this.
         interval_seconds: dump about this often instead, by the clock of the group's rank 0.
         tables: ``fnmatch`` patterns of table FQNs (``"mc.*"``); by default all that are supported.
@@ -85,7 +87,7 @@ class DeltaDumper:
     def __init__(
         self,
         model: nn.Module,
-        output_dir: str | os.PathLike[str],
+        output_dir: str | os.PathLike[str] | pafs.FileSystem,
         *,
         interval_steps: int | None = None,
         interval_seconds: float | None = None,
@@ -95,11 +97,9 @@ class DeltaDumper:
         max_pending_bytes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_arguments(
-            output_dir, interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes
-        )
+        check_arguments(interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes)
+        self._place = place_for(output_dir)
         found = select_tables(find_tables(model), tables, model)
-        self._directory = Path(output_dir)
         self._steps = Steps()
         self._base = LogPosition()
         self._marked = False
@@ -117,7 +117,7 @@ class DeltaDumper:
         )
         try:
             check_places(group, found)
-            opened = open_log(self._directory, group, found)
+            opened = open_log(self._place, group, found)
             self._schedule = schedule_of(interval_steps, interval_seconds, group)
             publish_all = first_dump == "full" or bool(opened.dumps)
             for table in found:
@@ -149,10 +149,10 @@ class DeltaDumper:
         )
         self._writer = DumpWriter(self._committer, max_pending)
         self._cutter = Cutter(trackers, self._followers, pool, self._writer, self.generation, joiner)
-        self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
+        self._unclosed = weakref.finalize(self, _warn_unclosed, self._place)
         if opened.dumps and first_dump == "delta":
-            logger.info("%s holds a log: the first dump is full, unless training resumes", self._directory)
-        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._directory, self.generation)
+            logger.info("%s holds a log: the first dump is full, unless training resumes", self._place)
+        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._place, self.generation)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -336,7 +336,7 @@ class DeltaDumper:
             return
         try:
             if self._steps.last is None and self._steps.dumped is None:
-                logger.warning("nothing was dumped to %s: step() was never called", self._directory)
+                logger.warning("nothing was dumped to %s: step() was never called", self._place)
             self._cutter.settle()
             if (owed := self._step_owed()) is not None:
                 self._dump(owed, {})
@@ -378,9 +378,7 @@ class DeltaDumper:
         if self._steps.dumped is not None and self._writer.last_dump_failed():
             return self._steps.dumped  # its rows wait for the next dump: there is no other
         if self._marked:  # on this rank; the others may not know
-            logger.warning(
-                "rows marked after the last dump are not in %s: dump() after mark()", self._directory
-            )
+            logger.warning("rows marked after the last dump are not in %s: dump() after mark()", self._place)
         return None
 
     def _leave(self, *, wait: bool) -> None:
@@ -394,5 +392,5 @@ class DeltaDumper:
             raise ValueError("this DeltaDumper is closed; construct a new one")
 
 
-def _warn_unclosed(directory: Path) -> None:
-    logger.warning("a DeltaDumper was not closed: what came after its last dump is not in %s", directory)
+def _warn_unclosed(place: Place) -> None:
+    logger.warning("a DeltaDumper was not closed: what came after its last dump is not in %s", place)

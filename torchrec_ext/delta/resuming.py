@@ -85,7 +85,7 @@ class Restart:
         logger.info(
             "%s resumes at step %d, after %s, by %s; %d later dumps are superseded, %d rows of this rank "
             "are not in the log as they are",
-            self._opened.log.directory,
+            self._opened.log.place,
             step,
             branch.kept[-1].dump.directory if branch.kept else "nothing",
             "the vectors in the log" if branch.saved is None else "the state in the checkpoint",
