@@ -108,7 +108,7 @@ def _stored(table: SavedTable, name: str) -> TensorEntry:
     # Its header is not parsed: the checksum is of it, too.
     stride = torch.empty(file.shape, device="meta").stride()
     offset = file.nbytes - math.prod(file.shape) * dtype.itemsize
-    record = Record(table.directory / file.file, 0, file.nbytes, file.crc32)
+    record = Record(table.directory / file.file, 0, file.nbytes, file.crc32, follow=False)
     source = StoredTensor(record, dtype, file.shape, stride, offset)
     part = Part((0,) * len(file.shape), file.shape, source)
     return TensorEntry(f"{table.table.name}.{name}", file.shape, dtype, [part])

@@ -45,12 +45,14 @@ class Record:
         start: where in it they begin.
         nbytes: how many there are.
         crc32: their CRC-32 when they were saved; None: nobody wrote it down.
+        follow: whether the file may be a symbolic link.
     """
 
     path: Path
     start: int
     nbytes: int
     crc32: int | None
+    follow: bool = True
     _found: int | None = field(default=None, init=False, repr=False)
 
     def open(self) -> io.FileIO:
@@ -60,7 +62,7 @@ class Record:
             DamagedPart: it is missing, or too short.
         """
         try:
-            file = open_plain(self.path, follow=True)
+            file = open_plain(self.path, follow=self.follow)
             size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DamagedPart("unreadable", f"{self.path}: {error.strerror}") from error
