@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,17 @@ def test_records_that_torch_would_not_read_as_they_are_are_refused(
         audit_checkpoint(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("at", range(len("data/1")))
+def test_a_storage_of_which_the_record_has_another_name_is_lost(at: int, tmp_path: Path) -> None:
+    torch.save({"v": torch.zeros(1000), "w": torch.ones(1000)}, tmp_path / "x.pt")
+    edited(tmp_path / "x.pt", "x/data/1", 46 + len("x/") + at, 0x01)
+    with pytest.raises(RuntimeError):
+        torch.load(tmp_path / "x.pt")
+    with contextlib.suppress(CheckpointError):
+        (finding,) = audit_checkpoint(tmp_path / "x.pt").findings
+        assert (finding.table, finding.kind) == ("w", "unreadable")
+
+
 # What would hang, or fill the memory
 
 
@@ -187,6 +199,20 @@ def test_conjugate_and_negative_views_are_looked_at() -> None:
     assert [finding.rows for finding in report.findings] == [(1,), (1,)]
 
 
+def test_tensors_of_rare_kinds_do_not_keep_others_from_being_audited(tmp_path: Path) -> None:
+    rare = {
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "packed": torch.zeros(4, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    }
+    report = audit_checkpoint({**rare, "w": torch.tensor([float("nan")])})
+    assert [finding.table for finding in report.findings] == ["w"]
+    assert {note.table for note in report.notes} == {"sparse", "nested"}
+    torch.save({"packed": rare["packed"]}, tmp_path / "x.pt")
+    report = audit_checkpoint(tmp_path / "x.pt")
+    assert report.clean and report.checksums
+
+
 # The last resort
 
 
@@ -239,6 +265,18 @@ def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     assert "e\u0301" in result.output  # letters stay
     result = run(tmp_path / "no\x1b[31m.pt")
     assert result.exit_code == 2 and "\x1b" not in result.output
+
+
+def test_a_snapshot_that_another_one_replaces_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    save_snapshot(tensors(50), tmp_path / "x")
+
+    def replace(done: int, total: int) -> None:
+        if done < total // 2:
+            save_snapshot(tensors(60), tmp_path / "x")
+
+    with pytest.raises(CheckpointError, match="another snapshot took its place"):
+        audit_checkpoint(tmp_path / "x", progress=replace)
+    assert audit_checkpoint(tmp_path / "x").clean
 
 
 # Keys that a table cannot have

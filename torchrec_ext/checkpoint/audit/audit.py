@@ -179,6 +179,11 @@ class Audit:
             findings += self._values(slot, audited, missing.get((slot.table, slot.name), 0))
             if slot.role in ("ids", "rows", "keys"):
                 findings += id_findings(slot)
+        snapshot = self._opened.snapshot
+        if findings and snapshot is not None and not SavedSnapshot(snapshot.path).is_same(snapshot):
+            raise CheckpointError(
+                f"{snapshot.path}: another snapshot took its place meanwhile; audit that one"
+            )
         return AuditReport(
             self._opened.source,
             tuple(audited),

@@ -96,7 +96,9 @@ class RepairReport:
 
     def __str__(self) -> str:
         if self.refused:
-            return "\n".join(["NOT REPAIRED, nothing was written:", *(f"  {why}" for why in self.refused)])
+            return "\n".join(
+                ["NOT REPAIRED, nothing was written:", *(f"  {printable(why)}" for why in self.refused)]
+            )
         if self.out is None:
             return "nothing to repair, nothing was written"
         several = self.audit.several()

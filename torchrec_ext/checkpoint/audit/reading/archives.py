@@ -136,13 +136,13 @@ class Archive:
                 raise ValueError(f"its record {info.filename} is cut short")
             crc32 = info.CRC if checked else None
             record = Record(self.path, self.start + start, info.file_size, crc32)
-            if info.file_size:
+            if "/data/" not in info.filename:
+                self._check_structure(view, info, record, start)
+            elif info.file_size:
                 # torch counts from the archive's first byte.
                 self._records[start] = record
                 self._checksums[record.start] = self.start + central + 16
             central += _CENTRAL_HEADER.size + sum(lengths)
-            if "/data/" not in info.filename:
-                self._check_structure(view, info, record, start)
 
     def _check_structure(self, view: _View, info: zipfile.ZipInfo, record: Record, start: int) -> None:
         if info.file_size > _SMALL:
