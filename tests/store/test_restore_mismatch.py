@@ -491,6 +491,7 @@ def test_a_store_that_was_opened_again_knows_that_a_function_filled_a_table(tmp_
         assert torch.equal(store.snapshot().tables["t"].weight, before.tables["t"].weight)
         store.restore(snapshot, init_fns={"t": counting})
         assert store.pull("t", ids(8)).tolist() == [[20.0, 21.0, 22.0, 23.0]]
+        assert not list((tmp_path / "rows").glob("initial_rows*"))
         # Another table is another one still.
         with pytest.raises(ValueError, match="another table of this name"):
             store.create_tables([replace(table, num_rows=7)], ADAM)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import ismethod
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.store.places import Place
 from torchrec_ext.store.snapshots import StoreSnapshot
 from torchrec_ext.store.tables import CHUNK_BYTES, ByFunction, DenseTable
+
+_ARRAYS = "initial_rows."  # of a place, during a restore
 
 InitFn = Callable[[torch.Tensor], Any]
 """Fills the rows of a dense table in place, float32 ``[num_rows, dim]``."""
@@ -56,6 +60,23 @@ class InitFns:
                     )
                 needed[name] = init_fn
         return needed
+
+
+@contextmanager
+def filled_in(
+    place: Place, snapshot: StoreSnapshot, init_fns: Mapping[str, InitFn]
+) -> Iterator[StoreSnapshot]:
+    """Where there is room in a place for what ``with_initial_rows`` makes: tables may not fit into memory."""
+    place.drop(_ARRAYS)  # of a process that died
+    names = {table: f"{_ARRAYS}{number}" for number, table in enumerate(init_fns)}
+    try:
+        yield with_initial_rows(
+            snapshot,
+            init_fns,
+            lambda table, shape: place.array(names[table], shape, torch.float32, create=True),
+        )
+    finally:
+        place.drop(_ARRAYS)
 
 
 @torch.no_grad()

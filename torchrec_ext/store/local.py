@@ -13,7 +13,7 @@ import torch
 from torchrec_ext.store import kernels
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.group import RowGroup
-from torchrec_ext.store.init_fns import InitFn, InitFns, with_initial_rows
+from torchrec_ext.store.init_fns import InitFn, InitFns, filled_in
 from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, fit_snapshot
 from torchrec_ext.store.moments import restore_snapshot, take_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer
@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Rows read or written under one lock, so that a long read does not hold up others.
 ROWS_PER_LOCK = 1 << 16
-
-# Of arrays that are there during a restore.
-_INITIAL_ROWS = "initial_rows."
 
 
 class LocalStore(Store):
@@ -339,21 +336,9 @@ class LocalStore(Store):
             }
             fitted, report = fit_snapshot(snapshot, described, on_mismatch)
             needed = self._init_fns.to_restore(fitted, init_fns or {})
-            place = self._state.place
-            place.drop(_INITIAL_ROWS)  # of a process that died
-            try:
-                # In the place: tables may be larger than memory. And before anything is changed.
-                filled = with_initial_rows(
-                    fitted,
-                    needed,
-                    lambda name, shape: place.array(
-                        f"{_INITIAL_ROWS}{list(needed).index(name)}", shape, torch.float32, create=True
-                    ),
-                )
-                with self._state.writing() as clock:
-                    restore_snapshot(self._state, filled, clock, key_of)
-            finally:
-                place.drop(_INITIAL_ROWS)
+            filled = filled_in(self._state.place, fitted, needed)
+            with filled as whole, self._state.writing() as clock:
+                restore_snapshot(self._state, whole, clock, key_of)
         report.log(logger)
         return report
 
