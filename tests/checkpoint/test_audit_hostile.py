@@ -145,6 +145,17 @@ def test_a_storage_of_which_the_record_has_another_name_is_lost(at: int, tmp_pat
         assert (finding.table, finding.kind) == ("w", "unreadable")
 
 
+@pytest.mark.parametrize("letter", range(len("optimizer.extra")))
+def test_a_name_that_was_changed_in_a_description_is_found(letter: int, tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(2)}, "optimizer": {"extra": torch.ones(2)}}, checkpoint_id=tmp_path)
+    file = tmp_path / ".metadata"
+    content = bytearray(file.read_bytes())
+    content[content.find(b"optimizer.extra") + letter] ^= 0x01
+    file.write_bytes(content)
+    (finding,) = audit_checkpoint(tmp_path).findings
+    assert finding.kind == "unreadable" and "contradict each other" in finding.message
+
+
 # What would hang, or fill the memory
 
 
@@ -199,6 +210,7 @@ def test_conjugate_and_negative_views_are_looked_at() -> None:
     assert [finding.rows for finding in report.findings] == [(1,), (1,)]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_of_rare_kinds_do_not_keep_others_from_being_audited(tmp_path: Path) -> None:
     rare = {
         "sparse": torch.eye(3).to_sparse(),
