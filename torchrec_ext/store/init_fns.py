@@ -99,7 +99,7 @@ def with_initial_rows(
         rows = empty(name, (part.table.num_rows, part.table.dim))
         init_fn(rows)
         copy_rows(rows, (part.keys - part.table.first_key).to(rows.device), part.weight)
-        keys = torch.arange(len(rows), device=rows.device) + part.table.first_key
+        keys = torch.arange(len(rows), device=part.keys.device) + part.table.first_key
         parts[name] = replace(
             part,
             keys=keys,

@@ -48,7 +48,7 @@ MANIFEST_NAME = "snapshot.json"
 FILE_NAME = re.compile(r"[0-9a-f]{8}\.\d+\.[A-Za-z0-9_.]+\.npy")
 WEIGHT = "weight"
 
-_HEADER_BYTES = 1 << 12  # and no more of any that we write
+_HEADER_BYTES = 1 << 12  # those that we write are shorter
 _OF_KEYS = ("keys", "versions", "frequencies", "last_used")
 _OF_CANDIDATES = ("candidates", "candidate_counts")
 

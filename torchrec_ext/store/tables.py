@@ -139,6 +139,8 @@ class DynamicTable:
 
     def __post_init__(self) -> None:
         _check(self.name, dim=self.dim, max_rows=self.max_rows)
+        if not isinstance(self.initializer, Initializer):
+            raise ValueError(f"table {self.name!r}: its rows come one by one, {self.initializer} has none")
         if self.evict_after is not None and self.evict_after < 1:
             raise ValueError(f"table {self.name!r}: evict_after must be at least 1, not {self.evict_after}")
 
@@ -229,8 +231,6 @@ def table_from_json(content: dict[str, Any]) -> Table:
         check_types(fields, dim=int, num_rows=int, first_key=int, max_rows=int, name=str, default_value=float)
         if fields.pop("kind") == "DenseTable":
             return DenseTable(**fields)
-        if kind is ByFunction:
-            raise TypeError("a dynamic table's rows come one by one")
         if fields.get("evict_after") is not None:
             check_types(fields, evict_after=int)
         check_types(fields["filter"], filter_freq=int)

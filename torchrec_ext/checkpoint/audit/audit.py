@@ -78,7 +78,7 @@ def audit_checkpoint(
 
 @contextlib.contextmanager
 def unexpected_explained(checkpoint: object) -> Iterator[None]:
-    """Where whatever a checkpoint that is not what it seems to be makes fail is a ``CheckpointError``."""
+    """Where whatever else fails is a ``CheckpointError``: a checkpoint can be made to fail in any way."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -87,8 +87,7 @@ def unexpected_explained(checkpoint: object) -> Iterator[None]:
         where = checkpoint if isinstance(checkpoint, (str, os.PathLike)) else "the checkpoint"
         logger.debug("%s cannot be audited", where, exc_info=True)
         raise CheckpointError(
-            f"{where} cannot be audited: what it holds is contradictory, or too deep "
-            f"({type(error).__name__}: {error})"
+            f"{where} cannot be audited, reading it failed with {type(error).__name__}: {error}"
         ) from error
 
 

@@ -174,8 +174,6 @@ def repair_checkpoint(
     path, out = Path(path), Path(out)
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists; the repaired copy is written to a new place")
-    if path.resolve() in out.resolve().parents:
-        raise CheckpointError(f"{out} is inside of {path}, which is only read; write the copy elsewhere")
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     wrong: dict[TensorEntry, list[torch.Tensor]] = {}
 
@@ -184,6 +182,8 @@ def repair_checkpoint(
 
     with unexpected_explained(path):
         opened = open_checkpoint(path)
+        if path.resolve() in out.resolve().parents:
+            raise CheckpointError(f"{out} is inside of {path}, which is only read; write the copy elsewhere")
         report = Audit(opened, max_magnitude, patterns, progress, collector).report()
         if not report.findings:
             return RepairReport(report, None)
