@@ -524,8 +524,10 @@ def test_a_dynamic_table_is_not_filled_by_a_function() -> None:
     content = table_to_json(replace(DENSE, initializer=ByFunction()))
     assert table_from_json(content).initializer == ByFunction()
     dynamic = {**table_to_json(DYNAMIC), "initializer": content["initializer"]}
-    with pytest.raises(ValueError, match="not a table's description"):
+    with pytest.raises(ValueError, match="its rows come one by one"):
         table_from_json(dynamic)
+    with pytest.raises(ValueError, match="its rows come one by one"):
+        replace(DYNAMIC, initializer=ByFunction())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -332,7 +332,7 @@ EDITS: list[tuple[Callable[[Any], object], str]] = [
     (lambda c: c["tables"][1]["table"].update(evict_after="soon"), "not a table's description"),
     (
         lambda c: c["tables"][1]["table"].update(initializer={"kind": "ByFunction"}),
-        "not a table's description",
+        "its rows come one by one",
     ),
     (lambda c: c["tables"][0]["table"]["initializer"].update(low="x"), "not a table's description"),
     (lambda c: c["tables"][1]["optimizer"].update(lr="x"), "not an optimizer's description"),
