@@ -1,10 +1,12 @@
-"""Files that are written once: on the disk when their writer says so, with a checksum of what was written."""
+"""Files as the package writes and reads them: with checksums, and nothing that is no file taken for one."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,6 +65,29 @@ class ChecksummedFile(Checksummed):
     def sync(self) -> None:
         """Puts what was written on the disk."""
         os.fsync(self._raw.fileno())
+
+
+def open_plain(path: Path, *, follow: bool = False) -> io.FileIO:
+    """Opens a file to read it, and nothing else: a pipe or a device could make a reader wait for ever.
+
+    Args:
+        path: the file.
+        follow: whether it may be a symbolic link to one.
+
+    Raises:
+        OSError: it cannot be opened, or is no plain file.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link, which may lead anywhere", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return io.FileIO(descriptor, "rb")
 
 
 def file_crc32(path: Path) -> int:
