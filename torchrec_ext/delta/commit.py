@@ -125,17 +125,14 @@ class Committer:
                     raise FileExistsError("it may be committed already, and cannot be written again")
                 self._generation.check()
                 files = self._write(folder, cut)
-            except Exception as caught:
+            except BaseException as caught:  # a stream brings what interrupted the training thread
                 error = caught
         if files is None:
             cut.discard()
         try:
             manifest = self._agree(dump, cut, self._vote(dump, files, error))
         except DeltaDumpError as refused:
-            if isinstance(refused, FencedError):
-                self._uncommitted.clear()  # nobody will ever want to know
-            else:
-                self._keep(cut)
+            self._keep(cut)
             if dump not in self._uncertain:
                 self._remove_own_files(folder)
                 self._abandoned = folder
