@@ -129,7 +129,7 @@ class Replay:
     def add_part(self, dump: Manifest, path: Path) -> None:
         """Takes in one rank's part of the next dump. Leaves no file open: a log may have thousands."""
         self._add_tables(dump)
-        where = f"{dump.dump.directory}: {path.name}"
+        where = f"{dump.directory}: {path.name}"
         try:
             with pq.ParquetFile(path, memory_map=True) as file:
                 self._add_groups(where, path, file)
@@ -168,7 +168,7 @@ class Replay:
             try:
                 fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
-                raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
+                raise DeltaLogError(f"{dump.directory}: fallback rows of {fqn}: {error}") from error
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 
@@ -212,7 +212,7 @@ class Replay:
             history = self._tables.setdefault(fqn, _TableHistory(info))
             if history.info.dim != info.dim or history.info.key_space != info.key_space:
                 raise DeltaLogError(
-                    f"{dump.dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
+                    f"{dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
                     f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
                 )
             history.info = info

@@ -59,7 +59,7 @@ class Scan:
         for dump in dumps:
             for part in dump.parts:
                 path = log.checked_path(dump, part, fmt.PART_SCHEMA)
-                where = f"{dump.dump.directory}: {path.name}"
+                where = f"{dump.directory}: {path.name}"
                 with pq.ParquetFile(path, memory_map=True) as file:
                     for index, fqn in fmt.row_groups(file):
                         if fqn not in dump.tables:
@@ -121,7 +121,7 @@ class Scan:
             try:
                 found[fqn] = (info, *fallback_of(info, rows.filter(pc.equal(rows["table_fqn"], fqn))))
             except ValueError as error:
-                where = self._last.dump.directory
+                where = self._last.directory
                 raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error
         return found
 
