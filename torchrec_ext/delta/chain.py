@@ -74,7 +74,7 @@ def _back_from(
 ) -> list[Manifest]:
     chain: dict[DumpId, Manifest] = {}
     dump: DumpId | None = newest
-    while dump in manifests:
+    while dump is not None and dump in manifests:
         if dump in chain:
             stray = min(chain)
             raise DeltaLogError(f"{stray.directory} is not connected to the first dump: a loop of dumps")

@@ -16,7 +16,7 @@ from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import in_chain_order, since_base, void_dumps, without_superseded
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
-from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Replay
+from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Part, Replay, reading_threads
 from torchrec_ext.errors import DeltaLogError, VacuumedError
 from torchrec_ext.files import file_crc32
 
@@ -156,7 +156,6 @@ class DeltaLog:
                 covered, or a file is missing or damaged.
         """
 
-
         def states(dumps: list[Manifest]) -> dict[str, EmbeddingState]:
             replay = self.history(dumps)
             fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
@@ -223,11 +222,25 @@ class DeltaLog:
             DeltaLogError: a file is missing or damaged.
         """
         replay = Replay(keep)
-        for dump in dumps:
-            for part in dump.parts:
-                replay.add_part(dump, self.checked_path(dump, part, fmt.PART_SCHEMA))
-            for fallback in dump.fallbacks:
-                self.checked_path(dump, fallback, fmt.FALLBACK_SCHEMA)
+
+        def read(dump: Manifest, entry: FileEntry) -> Part:
+            return replay.read_part(dump, self.checked_path(dump, entry, fmt.PART_SCHEMA))
+
+        with reading_threads() as threads:
+            parts = [(dump, [threads.submit(read, dump, entry) for entry in dump.parts]) for dump in dumps]
+            fallbacks = [
+                threads.submit(self.checked_path, dump, entry, fmt.FALLBACK_SCHEMA)
+                for dump in dumps
+                for entry in dump.fallbacks
+            ]
+            try:
+                for dump, coming in parts:
+                    replay.add(dump, [part.result() for part in coming])
+                for checked in fallbacks:
+                    checked.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         return replay
 
     def history_upto(self, upto: int | None = None) -> list[Manifest]:
