@@ -87,7 +87,7 @@ def writer(tmp_path: Path) -> LogWriter:
     return writer
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     schedule=events(),
     seed=st.integers(0, 2**32),
@@ -104,28 +104,26 @@ def test_answers_stay_the_same_whenever_a_log_is_compacted_and_vacuumed(
         steps: list[int] = []
         for number, event in enumerate(schedule, 1):
             play(writer, event, number, steps)
-            check(writer)
             SEEN["void"] += len(log.dumps(superseded=True)) - len(log.dumps())
             if event.publish:
                 first = log.dumps()[0]
                 upto = rng.choice([None, *(step for step in steps if step >= first.step)])
                 compact(log, upto, max_memory_bytes=max_memory_bytes)
-                check(writer)
                 if rng.random() < 0.6:
                     removed = vacuum(log, **NOW, keep_dumps=rng.randint(1, 3))
                     SEEN["removed"] += len(removed.dumps)
                     SEEN["void removed"] += len(removed.superseded)
-                    check(writer)
+            check(writer)
         for name in ("step", "base"):
             SEEN[name] += log.dumps()[0].directory.startswith(name)
 
 
 def test_schedules_showed_what_they_are_for() -> None:
-    assert SEEN["compared"] > 10_000
+    assert SEEN["compared"] > 5_000
     assert min(SEEN[name] for name in ("void", "removed", "void removed", "step", "base")) > 0, SEEN
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(schedule=events())
 def test_every_step_is_replayed_as_before_while_its_dumps_are_there(schedule: list[Event]) -> None:
     with scratch() as directory, scratch() as copy:
@@ -371,7 +369,7 @@ def test_log_is_whole_wherever_it_dies_and_another_run_finishes(monkeypatch: pyt
         check(whole)
         lines = int((directory / "whole" / "lines").read_text())
         expected = sorted(entry.name for entry in whole.directory.iterdir())
-        for number in range(rng.randrange(lines // 12), lines, lines // 12):
+        for number in range(rng.randrange(lines // 8), lines, lines // 8):
             path = directory / str(number)
             path.mkdir()
             writer = _grown(path / "deltas")
