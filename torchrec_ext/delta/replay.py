@@ -162,9 +162,7 @@ class Replay:
         for index, fqn in fmt.row_groups(file):
             if fqn not in dump.tables:
                 raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
-            columns = file.read_row_group(index, columns=["key_id", "op"])
-            upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
-            keys = columns["key_id"].to_numpy()
+            keys, upsert = fmt.read_keys(file, index)
             group = _Group(path, index, where, keys, upsert)
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))

@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.errors import DeltaLogError, VacuumedError
+
+T = TypeVar("T")
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 _BYTES_PER_ROW = 42  # while the keys of a pass are compared: key, place, order and copies of them
@@ -52,18 +54,20 @@ class RowGroup:
 
     def read_keys(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Keys, and whether they are upserts."""
-        rows = self.read(["key_id", "op"])
-        return rows["key_id"].to_numpy(), pc.equal(rows["op"], fmt.UPSERT).to_numpy()
+        return self._read(lambda file: fmt.read_keys(file, self.index))
 
-    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Some columns, or all.
+    def read(self) -> pa.Table:
+        """All columns."""
+        return self._read(lambda file: file.read_row_group(self.index))
 
-        Raises:
-            DeltaLogError: the file cannot be read.
-        """
+    def _read(self, read: Callable[[pq.ParquetFile], T]) -> T:
         try:
             with pq.ParquetFile(self.path, memory_map=True) as file:
-                return file.read_row_group(self.index, columns=columns)
+                return read(file)
+        except FileNotFoundError as error:
+            raise VacuumedError(
+                f"{self.where} was removed while it was read: list the dumps again"
+            ) from error
         except (pa.ArrowException, OSError) as error:
             raise DeltaLogError(f"{self.where} cannot be read: {error}") from error
 
@@ -144,7 +148,7 @@ def _share(
     keys: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64] | None] = []
     for group in groups:
-        found = group.read(["key_id"])["key_id"].to_numpy()
+        found, _ = group.read_keys()
         place = None
         if passes > 1:
             spread = (found.view(np.uint64) * _SPREAD) >> np.uint64(32)
