@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
+from torchrec_ext.delta.replay import last_places, reading_threads
 from torchrec_ext.errors import DeltaLogError, VacuumedError
 
 T = TypeVar("T")
@@ -79,7 +78,7 @@ def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest]) -> dict[str, list[Ro
         DeltaLogError: a file is missing or damaged.
     """
     groups: dict[str, list[RowGroup]] = {}
-    with ThreadPoolExecutor(os.cpu_count(), "torchrec-ext-files") as threads:
+    with reading_threads() as threads:
         for dump in dumps:
             check = lambda part, dump=dump: log.checked_path(dump, part, fmt.PART_SCHEMA)  # noqa: E731
             for path in threads.map(check, dump.parts):
@@ -132,12 +131,8 @@ def num_passes(rows: int, max_memory_bytes: int) -> int:
 
 def latest_of(keys: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which of keys, int64 ``[n]``, does not come again later; bool ``[n]``."""
-    # Stable: among equal keys the latest stays last.
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
     latest = np.zeros(len(keys), np.bool_)
-    if len(keys):
-        latest[order[np.append(ordered[1:] != ordered[:-1], True)]] = True
+    latest[last_places(keys)] = True
     return latest
 
 
