@@ -82,7 +82,7 @@ class Scene:
         """Lets them do the rest and looks what came of it; the dumps that came too late."""
         for number in range(len(self.runs)):
             self.go(number)
-        chain, strays = self.log.chain_and_strays()
+        chain, _, strays = self.log.listing()
         outcomes = [run.outcome for run in self.runs if run.outcome is not None]
         told = {
             DumpId(generation, step)

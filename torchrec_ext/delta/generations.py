@@ -169,7 +169,7 @@ def remove_uncommitted(generation: Generation, newest: int, committed: Collectio
 
 def next_number(place: Place) -> int:
     """The lowest generation that is higher than all others."""
-    dumps = (DumpId.from_directory(name) for name in place.entries())
+    dumps = (DumpId.from_directory(name) or DumpId.from_base_directory(name) for name in place.entries())
     taken = [dump.generation for dump in dumps if dump is not None]
     taken += [number for name in place.entries(FOLDER) if (number := generation_of(name)) is not None]
     return max(taken, default=-1) + 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +13,43 @@ from numpy.typing import NDArray
 
 from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.chain import in_chain_order, without_superseded
+from torchrec_ext.delta.chain import in_chain_order, since_base, void_dumps, without_superseded
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
 from torchrec_ext.delta.places import Place, PlacedFile, open_place
-from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Replay
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Part, Replay, reading_threads
+from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
+
+T = TypeVar("T")
+
+FILES_SCHEMA = pa.schema(
+    [
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("content", pa.string(), nullable=False),
+        pa.field("chain_order", pa.int32(), nullable=False),
+        pa.field("dump", pa.string(), nullable=False),
+        pa.field("num_rows", pa.int64(), nullable=False),
+        pa.field("nbytes", pa.int64(), nullable=False),
+    ]
+)
+"""What ``DeltaLog.files`` gives."""
+
+
+class Listing(NamedTuple):
+    """All that is committed to a log.
+
+    Attributes:
+        chain: the dumps, superseded ones too, oldest first; where dumps were removed, the base that took
+            their place comes first.
+        bases: all of them, by the last dump in each.
+        strays: dumps beside the chain that count as nothing. On a file system that renames atomically there
+            are none of these. Elsewhere a run that was fenced off may have committed one late. It may have
+            been the last dump for a while, until a newer run passed it by: who has taken it in has to put
+            right the keys that it holds.
+    """
+
+    chain: list[Manifest]
+    bases: dict[DumpId, Manifest]
+    strays: list[Manifest]
 
 
 class DeltaLog:
@@ -51,38 +84,59 @@ class DeltaLog:
             raise DeltaLogError(str(error)) from error
         if not found:
             raise DeltaLogError(f"{self.place}: no such directory")
-        self._verified: set[tuple[DumpId, str]] = set()
+        self._verified: set[tuple[str, str]] = set()
 
     def dumps(self, *, superseded: bool = False) -> list[Manifest]:
         """The committed dumps, oldest first.
 
+        Where ``vacuum`` removed dumps, the first of the list is the base that took their place.
+
         Args:
-            superseded: also those that a run which went back to an earlier step has made void. In this
-                form the list only ever grows, at its end; but see ``chain_and_strays``.
+            superseded: also those that a run which went back to an earlier step has made void; their rows
+                may have been removed. In this form the list only ever grows at its end, and ``vacuum``
+                shortens it at its start; but see ``Listing.strays``.
 
         Raises:
             DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; the
                 message names the dump.
         """
-        chain, _ = self.chain_and_strays()
+        chain = self.listing().chain
         return chain if superseded else without_superseded(chain)
 
-    def chain_and_strays(self) -> tuple[list[Manifest], list[Manifest]]:
-        """The committed dumps, superseded ones too, and those beside them that count as nothing.
-
-        On a file system that renames atomically there are none of these. Elsewhere a run that was fenced off
-        may have committed one late. It may have been the last dump for a while, until a newer run passed it
-        by: who has taken it in has to put right the keys that it holds.
+    def bases(self) -> list[Manifest]:
+        """The bases that ``compact`` committed, oldest first.
 
         Raises:
             DeltaLogError: as ``dumps``.
         """
-        manifests = {manifest.dump: manifest for manifest in self._manifests()}
-        chain = in_chain_order(manifests)
-        counts = {manifest.dump for manifest in chain}
-        return chain, [manifest for dump, manifest in sorted(manifests.items()) if dump not in counts]
+        return [*self.listing().bases.values()]
 
-    def _manifests(self) -> list[Manifest]:
+    def listing(self) -> Listing:
+        """All that is committed.
+
+        Raises:
+            DeltaLogError: as ``dumps``.
+        """
+        try:
+            return self._list()
+        except DeltaLogError:  # vacuum may have removed what had not been looked at yet
+            return self._list()
+
+    def _list(self) -> Listing:
+        try:
+            names = self.place.entries()
+        except OSError as error:
+            raise DeltaLogError(str(error)) from error
+        dumps = self._manifests([name for name in names if DumpId.from_directory(name)])
+        bases = self._manifests([name for name in names if DumpId.from_base_directory(name)])
+        chain = in_chain_order(dumps, bases)
+        counts = {manifest.dump for manifest in chain}
+        strays = [manifest for dump, manifest in sorted(dumps.items()) if dump not in counts]
+        if chain and chain[0].is_base:  # what it has taken the place of is on its way out
+            strays = [manifest for manifest in strays if manifest.dump > chain[0].dump]
+        return Listing(chain, bases, strays)
+
+    def _manifests(self, names: Sequence[str]) -> dict[DumpId, Manifest]:
         def read(name: str) -> Manifest | None:
             try:
                 data = self.place.read(name, MANIFEST_NAME)
@@ -92,11 +146,7 @@ class DeltaLog:
                 raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
             return Manifest.from_json(data, name)
 
-        try:
-            names = [name for name in self.place.entries() if DumpId.from_directory(name)]
-        except OSError as error:
-            raise DeltaLogError(str(error)) from error
-        return [manifest for manifest in self.place.each(read, names) if manifest is not None]
+        return {found.dump: found for found in self.place.each(read, names) if found is not None}
 
     def committed(self, known: Collection[str] = ()) -> frozenset[str]:
         """The names of committed dumps' directories: cheap to look at, unlike their manifests.
@@ -116,18 +166,6 @@ class DeltaLog:
         gone = {name for name, is_there in zip(new, there, strict=True) if not is_there}
         return frozenset(names) - gone
 
-    def remove(self, dump: DumpId) -> None:
-        """Removes a dump, or what is left of one that was not committed.
-
-        Its manifest goes first, so that nobody finds a dump without its files. Whether anybody may need it,
-        or another dump follows it, is the caller's to know.
-
-        Raises:
-            OSError: its manifest cannot be removed.
-        """
-        self.place.remove(dump.directory, MANIFEST_NAME)
-        self.place.remove_folder(dump.directory)
-
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
 
@@ -137,6 +175,7 @@ class DeltaLog:
                 this step.
 
         Raises:
+            VacuumedError: its rows were removed.
             DeltaLogError: there is no such dump, or a file of it is missing or damaged.
         """
         dump = self._find(step, generation)
@@ -165,10 +204,13 @@ class DeltaLog:
             DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not
                 covered, or a file is missing or damaged.
         """
-        dumps = self._upto(upto)
-        replay = self.history(dumps)
-        fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
-        return replay.states(dumps[-1], fallbacks, hash_fns or {})
+
+        def states(dumps: list[Manifest]) -> dict[str, EmbeddingState]:
+            replay = self.history(dumps)
+            fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
+            return replay.states(dumps[-1], fallbacks, hash_fns or {})
+
+        return self._of_history(upto, states)
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
         """The ids that own a row after a dump, sorted int64, of every table in the log.
@@ -182,7 +224,40 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``replay``.
         """
-        return self.history(self._upto(upto)).keys()
+        return self._of_history(upto, lambda dumps: self.history(dumps).keys())
+
+    def files(self, upto: int | None = None) -> pa.Table:
+        """The files that hold what the model answered at a dump, for an engine that reads Parquet by itself.
+
+        Args:
+            upto: as in ``replay``.
+
+        Returns:
+            One row per file: ``path``; ``content``, which is ``part`` or ``fallback`` (those of the last
+            dump only, as only they count); ``chain_order``, which grows from dump to dump; ``dump``, the
+            name of its directory; ``num_rows``; ``nbytes``. Of the rows of parts with the same
+            ``table_fqn`` and ``key_id``, that of the highest order counts.
+
+        Raises:
+            DeltaLogError: as ``replay``; files are not looked at.
+        """
+        rows = []
+        dumps = self.history_upto(upto)
+        for order, dump in enumerate(dumps):
+            fallbacks = dump.fallbacks if dump is dumps[-1] else ()
+            for content, entries in (("part", dump.parts), ("fallback", fallbacks)):
+                rows += [
+                    {
+                        "path": self.place.locate(dump.directory, entry.name),
+                        "content": content,
+                        "chain_order": order,
+                        "dump": dump.directory,
+                        "num_rows": entry.rows,
+                        "nbytes": entry.nbytes,
+                    }
+                    for entry in entries
+                ]
+        return pa.Table.from_pylist(rows, FILES_SCHEMA)
 
     def history(self, dumps: Sequence[Manifest], keep: KeyFilter | None = None) -> Replay:
         """What dumps say, one after another.
@@ -195,19 +270,54 @@ class DeltaLog:
             DeltaLogError: a file is missing or damaged.
         """
         replay = Replay(keep)
-        for dump in dumps:
-            for file in self.checked_files(dump, dump.parts, fmt.PART_SCHEMA):
-                replay.add_part(dump, file)
-            self.checked_files(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
+        replay = Replay(keep)
+
+        def read(dump: Manifest, entry: FileEntry) -> Part:
+            return replay.read_part(dump, self.checked_file(dump, entry, fmt.PART_SCHEMA))
+
+        with reading_threads() as threads:
+            parts = [(dump, [threads.submit(read, dump, entry) for entry in dump.parts]) for dump in dumps]
+            fallbacks = [
+                threads.submit(self.checked_file, dump, entry, fmt.FALLBACK_SCHEMA)
+                for dump in dumps
+                for entry in dump.fallbacks
+            ]
+            try:
+                for dump, coming in parts:
+                    replay.add(dump, [part.result() for part in coming])
+                for checked in fallbacks:
+                    checked.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         return replay
 
-    def _upto(self, upto: int | None) -> list[Manifest]:
-        dumps = self.dumps()
-        last = max((i for i, d in enumerate(dumps) if upto is None or d.step <= upto), default=None)
+    def history_upto(self, upto: int | None = None) -> list[Manifest]:
+        """What has to be read for the state at a dump: a base, if there is one, and the dumps after it.
+
+        Args:
+            upto: as in ``replay``.
+
+        Raises:
+            DeltaLogError: nothing is committed up to there.
+        """
+        chain, bases, _ = self.listing()
+        dumps, void = without_superseded(chain), void_dumps(chain)
+        last = max(
+            (i for i, d in enumerate(dumps) if (upto is None or d.step <= upto) and d.dump not in void),
+            default=None,
+        )
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
-            raise DeltaLogError(f"{self.place}: no committed dump{wanted}")
-        return dumps[: last + 1]
+            gone = f"; {_taken_by(dumps[0])}" if dumps and dumps[0].is_base else ""
+            raise DeltaLogError(f"{self.place}: no committed dump{wanted}{gone}")
+        return since_base(dumps[: last + 1], bases, void)
+
+    def _of_history(self, upto: int | None, read: Callable[[list[Manifest]], T]) -> T:
+        try:
+            return read(self.history_upto(upto))
+        except VacuumedError:  # while it was read; what took its place is there by now
+            return read(self.history_upto(upto))
 
     def rows_of(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
         """The rows of some of a dump's files, with the columns of ``schema``.
@@ -222,10 +332,14 @@ class DeltaLog:
         return pa.concat_tables(tables)
 
     def _find(self, step: int, generation: int | None) -> Manifest:
-        for dump in reversed(self.dumps(superseded=generation is not None)):
-            if dump.step == step and generation in (None, dump.generation):
+        dumps = self.dumps(superseded=generation is not None)
+        for dump in reversed(dumps):
+            if dump.step == step and generation in (None, dump.generation) and not dump.is_base:
                 return dump
         which = "" if generation is None else f" of generation {generation}"
+        if dumps and dumps[0].is_base and DumpId(generation or 0, step) <= dumps[0].dump:
+            gone = _taken_by(dumps[0])
+            raise VacuumedError(f"{self.place}: no rows of a dump of step {step}{which}; {gone}")
         raise DeltaLogError(f"{self.place}: no committed dump of step {step}{which}")
 
     def checked_files(
@@ -234,19 +348,46 @@ class DeltaLog:
         """A dump's files, after a check that they are what the manifest says.
 
         Raises:
+            VacuumedError: one was removed, and something else holds its rows.
             DeltaLogError: one is not, or is missing.
         """
-        return self.place.each(lambda entry: self._checked(dump, entry, schema), files)
+        return self.place.each(lambda entry: self.checked_file(dump, entry, schema), files)
 
-    def _checked(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> PlacedFile:
-        placed = PlacedFile(self.place, dump.dump.directory, entry.name)
-        if (dump.dump, entry.name) not in self._verified:
-            placed.check(entry.nbytes, entry.crc32)
-        with placed.open() as file:
-            num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
+    def checked_file(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> PlacedFile:
+        """One of a dump's files, on any thread; see ``checked_files``."""
+        placed = PlacedFile(self.place, dump.directory, entry.name)
+        try:
+            if (dump.directory, entry.name) not in self._verified:
+                placed.check(entry.nbytes, entry.crc32)
+            with placed.open() as file:
+                num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
+        except MissingFileError:
+            self.check_not_vacuumed(dump)
+            raise
         if num_rows != entry.rows:
             raise DeltaLogError(f"{placed} holds {num_rows} rows, the manifest says {entry.rows}")
         if missing := set(schema.names) - columns:
             raise DeltaLogError(f"{placed} lacks the columns {sorted(missing)}")
-        self._verified.add((dump.dump, entry.name))
+        self._verified.add((dump.directory, entry.name))
         return placed
+
+    def check_not_vacuumed(self, dump: Manifest) -> None:
+        """Checks, of a dump with a file that is not there, that it is not missed.
+
+        Raises:
+            VacuumedError: it was removed, and something else holds its rows.
+        """
+        chain, bases, strays = self.listing()
+        if dump.dump in void_dumps(chain) and not dump.is_base:
+            raise VacuumedError(
+                f"{dump.directory} was superseded, and its rows were removed by vacuum: list the dumps again"
+            )
+        listed = bases.values() if dump.is_base else [*chain, *strays]
+        if dump.directory not in {other.directory for other in listed}:
+            newer = [base for base in bases.values() if base.dump >= dump.dump]
+            if newer:
+                raise VacuumedError(f"{dump.directory} is gone: {_taken_by(newer[0])}. List the dumps again")
+
+
+def _taken_by(base: Manifest) -> str:
+    return f"the dumps up to step {base.step} were compacted into {base.directory} and removed by vacuum"

@@ -186,7 +186,11 @@ def prepare_directory(place: Place, rank: int) -> None:
         place.make()
     except FileExistsError as error:
         raise ValueError(f"output_dir {place} is not a directory") from error
-    strangers = [name for name in place.entries() if DumpId.from_directory(name) is None and name != FOLDER]
+    strangers = [
+        name
+        for name in place.entries()
+        if DumpId.from_directory(name) is None and DumpId.from_base_directory(name) is None and name != FOLDER
+    ]
     if strangers:
         raise ValueError(
             f"output_dir {place} holds something else than dumps "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +20,13 @@ from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.places import PlacedFile
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
+
+_THREADS = 8
+_COPIED_ROWS = 4096
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
-"""Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``."""
+"""Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``; called on several threads."""
 
 
 class EmbeddingState:
@@ -105,6 +110,10 @@ class _Group:
         return (_nth_vector(self.upsert) if self.vectors is None else self.vectors)[rows]
 
 
+Part = Iterable[tuple[str, _Group]]
+"""One rank's part of a dump: the tables and their row groups."""
+
+
 @dataclass
 class _TableHistory:
     info: TableInfo
@@ -125,27 +134,39 @@ class Replay:
         self._keep = keep
         self._tables: dict[str, _TableHistory] = {}
 
-    def add_part(self, dump: Manifest, part: PlacedFile) -> None:
-        """Takes in one rank's part of the next dump. Leaves no file open: a log may have thousands."""
-        self._add_tables(dump)
+    def read_part(self, dump: Manifest, part: PlacedFile) -> Part:
+        """Reads the keys of one rank's part, on any thread. Leaves no file open: a log may have thousands."""
         try:
             with part.open() as file:
-                self._add_groups(part, file)
+                return [*self._groups(dump, part, file)]
+        except MissingFileError as error:
+            raise gone(part) from error
         except ValueError as error:
             raise DeltaLogError(f"{part}: {error}") from error
 
-    def _add_groups(self, part: PlacedFile, file: pq.ParquetFile) -> None:
+    def add(self, dump: Manifest, parts: Iterable[Part]) -> None:
+        """Takes in the parts of the next dump."""
+        for fqn, info in dump.tables.items():
+            history = self._tables.setdefault(fqn, _TableHistory(info))
+            if history.info.dim != info.dim or history.info.key_space != info.key_space:
+                raise DeltaLogError(
+                    f"{dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
+                    f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
+                )
+            history.info = info
+        for fqn, group in itertools.chain.from_iterable(parts):
+            self._tables[fqn].groups.append(group)
+
+    def _groups(self, dump: Manifest, part: PlacedFile, file: pq.ParquetFile) -> Part:
         for index, fqn in fmt.row_groups(file):
-            if fqn not in self._tables:
+            if fqn not in dump.tables:
                 raise DeltaLogError(f"{part}: rows of {fqn}, which its manifest does not list")
-            columns = file.read_row_group(index, columns=["key_id", "op"])
-            upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
-            keys = columns["key_id"].to_numpy()
+            keys, upsert = fmt.read_keys(file, index)
             group = _Group(part, index, keys, upsert)
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))
                 group = _Group(part, index, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
-            self._tables[fqn].groups.append(group)
+            yield fqn, group
 
     def states(
         self, dump: Manifest, fallbacks: pa.Table, hash_fns: Mapping[str, HashFunction]
@@ -157,16 +178,17 @@ class Replay:
             fallbacks: its fallback rows, of all ranks.
             hash_fns: see ``DeltaLog.replay``.
         """
-        if unknown := set(hash_fns) - set(dump.tables):
-            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the dump covers {sorted(dump.tables)}")
+        covered = {fqn: info for fqn, info in dump.tables.items() if fqn not in dump.retired}
+        if unknown := set(hash_fns) - set(covered):
+            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the dump covers {sorted(covered)}")
         states = {}
-        for fqn, info in dump.tables.items():
+        for fqn, info in covered.items():
             keys, winners = _latest_upserts(self._tables[fqn])
             vectors = _gather(self._tables[fqn], winners)
             try:
                 fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
-                raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
+                raise DeltaLogError(f"{dump.directory}: fallback rows of {fqn}: {error}") from error
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 
@@ -210,26 +232,12 @@ class Replay:
     def _history(self, fqn: str) -> _TableHistory:
         return self._tables.get(fqn, _NOTHING)
 
-    def _add_tables(self, dump: Manifest) -> None:
-        for fqn, info in dump.tables.items():
-            history = self._tables.setdefault(fqn, _TableHistory(info))
-            if history.info.dim != info.dim or history.info.key_space != info.key_space:
-                raise DeltaLogError(
-                    f"{dump.dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
-                    f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
-                )
-            history.info = info
-
 
 def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The keys that own a row, sorted, and where in the history each one's vector stands."""
     keys = _concatenate([group.keys for group in history.groups], np.int64)
     upsert = _concatenate([group.upsert for group in history.groups], np.bool_)
-    # Stable: among equal keys the latest stays last, and only the last of each run counts.
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    last = np.append(ordered[1:] != ordered[:-1], True) if len(ordered) else np.empty(0, bool)
-    winners = order[last]
+    winners = last_places(keys)
     winners = winners[upsert[winners]]
     return keys[winners], winners
 
@@ -237,8 +245,17 @@ def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[
 def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.float32]:
     """The vectors at these positions of the table's history, in their order."""
     vectors = np.empty((len(winners), history.info.dim), np.float32)
-    for which, found in _vectors_at(history, winners):
-        vectors[which] = found
+
+    def read(wanted: _Wanted) -> None:
+        for which, found, rows in _read(wanted, history.info.dim):
+            # What is copied stays in the cache, and in memory that was used before.
+            for start in range(0, len(rows), _COPIED_ROWS):
+                here = slice(start, start + _COPIED_ROWS)
+                vectors[which[here]] = found[rows[here]]
+
+    with reading_threads() as threads:  # Arrow decodes, and NumPy copies, without the GIL
+        for _ in threads.map(read, _wanted(history, winners)):
+            pass
     return vectors
 
 
@@ -246,22 +263,57 @@ def _vectors_at(
     history: _TableHistory, winners: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Reads the vectors at positions of the table's history: which of the positions, and theirs."""
+    for wanted in _wanted(history, winners):
+        for which, found, rows in _read(wanted, history.info.dim):
+            yield which, found[rows]
+
+
+_Wanted = list[tuple[_Group, NDArray[np.int64], NDArray[np.int64]]]
+"""Of one file: row groups, which of the positions asked for are theirs, and the rows at these."""
+
+
+def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wanted]:
     by_position = np.argsort(winners)
     positions = winners[by_position]
-    start = 0
-    for part, groups in itertools.groupby(history.groups, key=lambda group: group.file):
+    starts = np.cumsum([0, *(len(group.keys) for group in history.groups)])
+    bounds = np.searchsorted(positions, starts)
+    needed = [n for n in range(len(history.groups)) if bounds[n + 1] > bounds[n]]
+    for _, of_file in itertools.groupby(needed, key=lambda n: history.groups[n].file):
+        yield [
+            (
+                history.groups[n],
+                by_position[bounds[n] : bounds[n + 1]],
+                positions[bounds[n] : bounds[n + 1]] - starts[n],
+            )
+            for n in of_file
+        ]
+
+
+def _read(
+    wanted: _Wanted, dim: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.integer[Any]]]]:
+    """Which of the positions asked for, a row group's vectors, and which of these are theirs."""
+    part = wanted[0][0].file
+    try:
         with part.open() as file:
-            for group in groups:
-                stop = start + len(group.keys)
-                low, high = np.searchsorted(positions, (start, stop))
-                if high > low:
-                    column = file.read_row_group(group.index, columns=["embedding"])["embedding"]
-                    try:
-                        found = fmt.vectors_of(column.chunks, history.info.dim)
-                    except ValueError as error:
-                        raise DeltaLogError(f"{part}: {error}") from error
-                    yield by_position[low:high], found[group.vectors_of(positions[low:high] - start)]
-                start = stop
+            for group, which, rows in wanted:
+                column = file.read_row_group(group.index, columns=["embedding"], use_threads=False)
+                found = fmt.vectors_of(column["embedding"].chunks, dim)
+                yield which, found, group.vectors_of(rows)
+    except MissingFileError as error:
+        raise gone(part) from error
+    except ValueError as error:
+        raise DeltaLogError(f"{part}: {error}") from error
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """Threads to read files with: for each, a row group is in memory."""
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "torchrec-ext-read")
+
+
+def gone(part: PlacedFile) -> VacuumedError:
+    """Of a file that was there when it was checked."""
+    return VacuumedError(f"{part} was removed while it was read: list the dumps again")
 
 
 def _nth_vector(upsert: NDArray[np.bool_]) -> NDArray[np.int32]:
@@ -285,6 +337,17 @@ def fallback_of(
         raise ValueError(f"of shards {sorted(shards.tolist())}, not of {wanted} shards from 0 on")
     exceptions = zip(rows["key_id"].drop_null().to_pylist(), vectors[special], strict=True)
     return vectors[~special][np.argsort(shards)], dict(exceptions)
+
+
+def last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last place of each key, int64, in the order of the keys."""
+    if not len(keys):
+        return np.empty(0, np.int64)
+    # Not a stable sort, which takes three times as long: the last place is the highest.
+    order = np.argsort(keys)
+    ordered = keys[order]
+    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    return np.maximum.reduceat(order, first)
 
 
 def _concatenate(pieces: list[NDArray[Any]], dtype: type) -> NDArray[Any]:

@@ -153,7 +153,7 @@ class _Publisher:
         base = self._sink.position()
         if committed == self._committed and base == self._position:
             return base, False
-        dumps, beside = self._log.chain_and_strays()
+        dumps, _, beside = self._log.listing()
         start, strays = (0, []) if self._restart else _standing(dumps, beside, base, self._sink)
         pending = without_superseded(dumps[start:])  # a dump is made void by later ones only
         if not pending:
@@ -215,9 +215,11 @@ def _standing(
         if position_of(dump) == position:
             strays, start = branch_of(dump, dumps, beside)
             return start, strays
+    base = dumps[0].directory if dumps and dumps[0].is_base else ""
+    gone = f"compacted into {base} and vacuumed" if base else "removed"
     raise PublishError(
         f"{sink} holds {position}, which is not in this log: it was published from another log, or "
-        "its dump was removed. Publish this log to another place, or publish it with restart=True "
+        f"its dump was {gone}. Publish this log to another place, or publish it with restart=True "
         "(torchrec-ext publish --restart): that writes everything anew and takes away the rest"
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,17 @@ class LocalPlace(Place):
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def locate(self, folder: str, name: str) -> str:
+        """See ``Place``."""
+        return str(self.path / folder / name)
+
+    @contextlib.contextmanager
+    def locked(self, folder: str, name: str) -> Iterator[None]:
+        """See ``Place``: by a file of that name, which is left behind."""
+        with (self.path / folder / name).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
 
     def exists(self) -> bool:
         """See ``Place``."""

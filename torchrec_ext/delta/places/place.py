@@ -11,7 +11,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.errors import DeltaLogError, MissingFileError
 from torchrec_ext.files import Checksummed
 
 T = TypeVar("T")
@@ -42,6 +42,20 @@ class Place(ABC):
 
     @abstractmethod
     def __str__(self) -> str: ...
+
+    @abstractmethod
+    def locate(self, folder: str, name: str) -> str:
+        """A file's path or URI, for an engine that reads it by itself."""
+
+    @abstractmethod
+    def locked(self, folder: str, name: str) -> contextlib.AbstractContextManager[None]:
+        """Keeps other processes from entering with the same names; ends with the process, however it ends.
+
+        Where nothing can be locked, as on an object store, it keeps nobody.
+
+        Raises:
+            BlockingIOError: another process has entered.
+        """
 
     @abstractmethod
     def exists(self) -> bool:
@@ -142,7 +156,8 @@ class PlacedFile:
         """Checks that it is what was written.
 
         Raises:
-            DeltaLogError: it is not, or is missing.
+            MissingFileError: it is not there.
+            DeltaLogError: it is not.
         """
         with self._explained():
             if (size := self.place.size(self.folder, self.name)) != nbytes:
@@ -155,7 +170,8 @@ class PlacedFile:
         """Opens it to be read.
 
         Raises:
-            DeltaLogError: it is missing, or cannot be read.
+            MissingFileError: it is not there.
+            DeltaLogError: it cannot be read.
         """
         with self._explained(), self.place.parquet(self.folder, self.name) as file:
             yield file
@@ -165,6 +181,6 @@ class PlacedFile:
         try:
             yield
         except FileNotFoundError as error:
-            raise DeltaLogError(f"{self} is missing") from error
+            raise MissingFileError(f"{self} is missing") from error
         except (pa.ArrowException, OSError) as error:
             raise DeltaLogError(f"{self} cannot be read: {error}") from error

@@ -45,6 +45,15 @@ class RemotePlace(Place):
     def __str__(self) -> str:
         return self._name
 
+    def locate(self, folder: str, name: str) -> str:
+        """See ``Place``: without the options that its URI has for PyArrow."""
+        return f"{kind_of(self._fs)}://{self._path(folder, name)}"
+
+    @contextlib.contextmanager
+    def locked(self, folder: str, name: str) -> Iterator[None]:
+        """See ``Place``."""
+        yield
+
     def exists(self) -> bool:
         """See ``Place``."""
         return self._type() == pafs.FileType.Directory
