@@ -251,7 +251,7 @@ def test_damaged_dump_is_not_compacted(writer: LogWriter) -> None:
 def test_base_that_is_being_written_is_left_to_its_writer(writer: LogWriter) -> None:
     path = writer.directory / "base_000000000030.g0000"
     path.mkdir()
-    with compaction._locked(path):
+    with compaction._locked(LocalPlace(writer.directory), path.name):
         with pytest.raises(DeltaLogError, match=r"base_000000000030\.g0000 is being written by another"):
             compact(writer.directory)
         check(writer)
