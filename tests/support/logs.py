@@ -37,9 +37,12 @@ class Table:
             return self.exceptions[key]
         if key in self.rows:
             return self.rows[key]
+        return self.fallback[self.shard_of(key)]
+
+    def shard_of(self, key: int) -> int:
         unsigned = key % 2**64
         block = unsigned // self.info.block_size if self.info.block_size else self.info.num_shards
-        return self.fallback[block if block < self.info.num_shards else unsigned % self.info.num_shards]
+        return block if block < self.info.num_shards else unsigned % self.info.num_shards
 
 
 def zch(dim: int, num_shards: int, hash_size: int = 40, dtype: str = "float32") -> TableInfo:
@@ -139,7 +142,7 @@ class LogWriter:
             counts = {fmt.UPSERT: 0, fmt.DELETE: 0}
             with fmt.ParquetFileWriter(path / name, fmt.PART_SCHEMA) as file:
                 for fqn, table in self.tables.items():
-                    keys = sorted(key for key in touched[fqn] if key % world_size == rank)
+                    keys = sorted(key for key in touched[fqn] if table.shard_of(key) % world_size == rank)
                     kept = [key for key in keys if key in table.rows]
                     gone = [key for key in keys if key not in table.rows]
                     for op, chosen in ((fmt.UPSERT, kept), (fmt.DELETE, gone)):

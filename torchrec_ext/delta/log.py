@@ -61,16 +61,24 @@ class DeltaLog:
         for entry in sorted(self.directory.iterdir()):
             if DumpId.from_directory(entry.name) is None:
                 continue
-            try:
-                data = _no_symlink(entry / MANIFEST_NAME).read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise DeltaLogError(f"{entry.name}: {MANIFEST_NAME} cannot be read: {error}") from error
-            manifest = Manifest.from_json(data, entry.name)
-            manifests[manifest.dump] = manifest
+            if (manifest := self.manifest(entry.name)) is not None:
+                manifests[manifest.dump] = manifest
         chain = in_chain_order(manifests)
         return chain if superseded else without_superseded(chain)
+
+    def manifest(self, name: str) -> Manifest | None:
+        """What a dump's directory says of it, None if it is not committed.
+
+        Raises:
+            DeltaLogError: it is damaged.
+        """
+        try:
+            data = _no_symlink(self.directory / name / MANIFEST_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
+        return Manifest.from_json(data, name)
 
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
@@ -109,7 +117,7 @@ class DeltaLog:
             DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not
                 covered, or a file is missing or damaged.
         """
-        dumps = self._upto(upto)
+        dumps = self.upto(upto)
         replay = self.history(dumps)
         fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
         return replay.states(dumps[-1], fallbacks, hash_fns or {})
@@ -126,7 +134,7 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``replay``.
         """
-        return self.history(self._upto(upto)).keys()
+        return self.history(self.upto(upto)).keys()
 
     def history(self, dumps: Sequence[Manifest], keep: KeyFilter | None = None) -> Replay:
         """What dumps say, one after another.
@@ -146,7 +154,12 @@ class DeltaLog:
                 self.checked_path(dump, fallback, fmt.FALLBACK_SCHEMA)
         return replay
 
-    def _upto(self, upto: int | None) -> list[Manifest]:
+    def upto(self, upto: int | None) -> list[Manifest]:
+        """The dumps that ``replay`` takes in.
+
+        Raises:
+            DeltaLogError: there are none, or a manifest is damaged.
+        """
         dumps = self.dumps()
         last = max((i for i, d in enumerate(dumps) if upto is None or d.step <= upto), default=None)
         if last is None:

@@ -169,7 +169,9 @@ class _Publisher:
         else:
             pending = _of_the_same_tables(_not_too_many(pending))
         began = time.monotonic()
-        change = Change(self._log, pending, base, self._on_delete, replaces=replaces, on_progress=self._on_progress)
+        change = Change(
+            self._log, pending, base, self._on_delete, replaces=replaces, on_progress=self._on_progress
+        )
         self._sink.apply(change)
         self._restart = False
         self._told(change, pending, time.monotonic() - began)

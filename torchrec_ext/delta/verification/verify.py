@@ -1,0 +1,193 @@
+"""``verify_log``: reads all of a log, and tells everything that is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.chain import in_chain_order, without_superseded
+from torchrec_ext.delta.keys import difference, union
+from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, TableInfo
+from torchrec_ext.delta.verification.findings import Findings, Verification
+from torchrec_ext.delta.verification.rows import DumpRows, schema_faults
+from torchrec_ext.errors import DeltaLogError
+
+Keys = NDArray[np.int64]
+_NAMED = re.compile(r"(step_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.*)", re.DOTALL)
+
+
+def verify_log(
+    directory: str | os.PathLike[str],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Looks for faults in a log: in its manifests, their chain, its files and every row.
+
+    Dumps that a trainer is writing, or that a trainer which died left half-written, are no faults. Memory:
+    the keys of each table, and those of one dump.
+
+    Args:
+        directory: the log.
+        progress: is told how many bytes of how many have been read.
+
+    Raises:
+        DeltaLogError: there is no such directory.
+    """
+    log = DeltaLog(directory)
+    findings = Findings()
+    manifests = _ordered(log, findings)
+    return _Verifier(log, manifests, findings, progress).run()
+
+
+def _ordered(log: DeltaLog, findings: Findings) -> list[Manifest]:
+    """The dumps whose manifests can be read, oldest first."""
+    manifests: dict[DumpId, Manifest] = {}
+    for entry in sorted(log.directory.iterdir()):
+        if DumpId.from_directory(entry.name) is None:
+            continue
+        try:
+            manifest = log.manifest(entry.name)
+        except DeltaLogError as error:
+            _add(findings, "manifest", error, entry.name)
+        else:
+            if manifest is not None:
+                manifests[manifest.dump] = manifest
+    try:
+        if not findings.found:  # else there is a gap for sure
+            return in_chain_order(manifests)
+    except DeltaLogError as error:
+        _add(findings, "chain", error, str(log.directory))
+    return [manifests[dump] for dump in sorted(manifests)]
+
+
+def _add(findings: Findings, check: str, error: Exception, where: str) -> None:
+    """Takes note of what a reader says; it names the place first."""
+    named = _NAMED.fullmatch(str(error))
+    findings.add(check, *((named[1], named[2]) if named else (where, str(error))))  # type: ignore[arg-type]
+
+
+class _Verifier:
+    def __init__(
+        self,
+        log: DeltaLog,
+        manifests: Sequence[Manifest],
+        findings: Findings,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._log = log
+        self._manifests = manifests
+        self._findings = findings
+        self._progress = progress
+        self._total = sum(manifest.nbytes for manifest in manifests)
+        self._files = self._rows = self._nbytes = 0
+        self._known: dict[str, TableInfo] = {}
+        self._held: dict[str, Keys] | None = {}
+
+    def run(self) -> Verification:
+        valid = {manifest.dump for manifest in without_superseded(self._manifests)}
+        before: Manifest | None = None
+        for manifest in self._manifests:
+            if before is not None and manifest.dump <= before.dump:
+                message = f"follows {before.dump.directory}, which is not older"
+                self._findings.add("chain", manifest.dump.directory, message)
+            self._check_tables(manifest)
+            self._check_strays(manifest)
+            rows = self._check_files(manifest)
+            if rows is not None:
+                rows.check_shards()
+                rows.check_sums()
+                self._check_superseded(manifest, rows)
+            if manifest.dump in valid:
+                self._check_occupancy(manifest, rows)
+            before = manifest
+        return Verification(
+            str(self._log.directory),
+            len(self._manifests),
+            self._files,
+            self._rows,
+            self._nbytes,
+            tuple(self._findings.found),
+        )
+
+    def _check_tables(self, manifest: Manifest) -> None:
+        for fqn, info in manifest.tables.items():
+            known = self._known.setdefault(fqn, info)
+            if (known.dim, known.key_space) != (info.dim, info.key_space):
+                self._findings.add(
+                    "table",
+                    manifest.dump.directory,
+                    f"{fqn} has {info.key_space} keys and dimension {info.dim}, before it had "
+                    f"{known.key_space} keys and dimension {known.dim}",
+                )
+
+    def _check_strays(self, manifest: Manifest) -> None:
+        named = {entry.name for entry in (*manifest.parts, *manifest.fallbacks)} | {MANIFEST_NAME}
+        for path in sorted((self._log.directory / manifest.dump.directory).iterdir()):
+            if path.name not in named and not path.name.startswith("."):
+                where = f"{manifest.dump.directory}: {path.name}"
+                self._findings.add("file", where, "is not of this dump; readers that use a glob take it in")
+
+    def _check_files(self, manifest: Manifest) -> DumpRows | None:
+        """Checks the files of a dump; its rows, if all of them can be read."""
+        rows = DumpRows(manifest, self._findings)
+        whole = True
+        for entry in manifest.fallbacks:
+            whole &= self._check_file(manifest, entry, rows, fmt.FALLBACK_SCHEMA)
+        for entry in manifest.parts:
+            whole &= self._check_file(manifest, entry, rows, fmt.PART_SCHEMA)
+        self._rows += rows.rows
+        return rows if whole else None
+
+    def _check_file(self, manifest: Manifest, entry: FileEntry, rows: DumpRows, schema: pa.Schema) -> bool:
+        where = f"{manifest.dump.directory}: {entry.name}"
+        self._files += 1
+        self._nbytes += entry.nbytes
+        try:
+            path = self._log.checked_path(manifest, entry, schema)
+            if faults := schema_faults(path, schema):
+                for fault in faults:
+                    self._findings.add("schema", where, fault)
+                return False
+            (rows.check_part if schema is fmt.PART_SCHEMA else rows.check_fallbacks)(entry, path)
+        except DeltaLogError as error:
+            _add(self._findings, "schema" if "lacks the columns" in str(error) else "file", error, where)
+            return False
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self._findings.add("file", where, f"cannot be read: {error}")
+            return False
+        finally:
+            if self._progress is not None:
+                self._progress(self._nbytes, self._total)
+        return True
+
+    def _check_superseded(self, manifest: Manifest, rows: DumpRows) -> None:
+        """Checks that a dump says anew all that those said which it makes void, as far as they are there."""
+        void = [other for other in self._manifests if other.dump in manifest.supersedes]
+        try:
+            history = self._log.history(void)
+        except (DeltaLogError, pa.ArrowException):
+            return  # is a finding already
+        for fqn in manifest.tables:
+            missing = difference(history.said_of(fqn), rows.said_of(fqn))
+            what = f"{fqn}: keys of dumps that it supersedes, of which it says nothing"
+            self._findings.add_keys("supersedes", manifest.dump.directory, what, missing)
+        self._findings.close(manifest.dump.directory)
+
+    def _check_occupancy(self, manifest: Manifest, rows: DumpRows | None) -> None:
+        """Checks that no more keys own a row than there are rows."""
+        if rows is None or self._held is None:
+            self._held = None  # from here on nobody knows which keys own one
+            return
+        for fqn, info in manifest.tables.items():
+            held = difference(self._held.get(fqn, np.empty(0, np.int64)), rows.said_of(fqn, fmt.DELETE))
+            self._held[fqn] = held = union(held, rows.said_of(fqn, fmt.UPSERT))
+            if len(held) > info.num_embeddings:
+                message = f"{fqn}: {len(held)} keys own a row of {info.num_embeddings}: deletes are missing"
+                self._findings.add("occupancy", manifest.dump.directory, message)
