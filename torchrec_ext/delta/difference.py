@@ -105,7 +105,7 @@ def diff_log(
 _NONE = np.empty(0, np.int64)
 
 
-def distances(vectors: NDArray[np.float32], others: NDArray[np.float32]) -> NDArray[np.float64]:
+def distances(vectors: NDArray[np.float32], others: NDArray[np.float32] | np.float32) -> NDArray[np.float64]:
     """The L2 norm of each row's difference, float64 ``[n]``."""
     difference = vectors.astype(np.float64) - others
     return np.sqrt(np.einsum("nd,nd->n", difference, difference))
