@@ -19,6 +19,10 @@ class DeltaLogError(RuntimeError):
     """A dump directory is broken; the message names the dump, the file and what is wrong with it."""
 
 
+class VacuumedError(DeltaLogError):
+    """A dump that was listed before was removed by ``vacuum``; the message says what holds its rows now."""
+
+
 class DeltaDumpError(RuntimeError):
     """A dump was not committed. Its rows are kept and go out with the next dump that succeeds."""
 

@@ -11,8 +11,13 @@ from torchrec_ext.errors import DeltaLogError
 logger = logging.getLogger(__name__)
 
 
-def in_chain_order(manifests: Mapping[DumpId, Manifest]) -> list[Manifest]:
+def in_chain_order(
+    manifests: Mapping[DumpId, Manifest], bases: Mapping[DumpId, Manifest] | None = None
+) -> list[Manifest]:
     """The chain that ends with the newest dump, oldest first.
+
+    Where dumps were removed, the chain begins with the base that took their place. While all are there,
+    bases are not in it.
 
     A dump beside it is left out if its generation is older than that of the dump which took its place:
     the run that wrote it was fenced off, but on a file system that could not keep it from committing.
@@ -20,41 +25,77 @@ def in_chain_order(manifests: Mapping[DumpId, Manifest]) -> list[Manifest]:
     Raises:
         DeltaLogError: the chain has a gap, a fork or a loop; names the dumps.
     """
-    if not manifests:
+    bases = bases or {}
+    if not manifests and not bases:
         return []
-    chain = _back_from(max(manifests), manifests)
+    chain = _back_from(max([*manifests, *bases]), manifests, bases)
     places = {manifest.dump: place for place, manifest in enumerate(chain)}
     for dump in sorted(set(manifests) - set(places)):
-        _check_left_behind(dump, manifests, chain, places)
-        logger.debug("%s is not of the log: a later run went on without it", dump.directory)
+        if not (chain[0].is_base and dump < chain[0].dump):  # else it is on its way out
+            _check_left_behind(dump, manifests, chain, places)
+            logger.debug("%s is not of the log: a later run went on without it", dump.directory)
     return chain
 
 
 def without_superseded(chain: Sequence[Manifest]) -> list[Manifest]:
-    """The dumps that no other one makes void; a void dump makes others void all the same."""
-    void = {dump for manifest in chain for dump in manifest.supersedes}
-    return [manifest for manifest in chain if manifest.dump not in void]
+    """The dumps that no other one makes void; a void dump makes others void all the same.
+
+    A base is never void, though the dump be that it is named after: it holds those before that one, too.
+    What else it holds is said again by the dump that made that one void.
+    """
+    void = void_dumps(chain)
+    return [manifest for manifest in chain if manifest.is_base or manifest.dump not in void]
 
 
-def _back_from(newest: DumpId, manifests: Mapping[DumpId, Manifest]) -> list[Manifest]:
+def void_dumps(chain: Sequence[Manifest]) -> set[DumpId]:
+    """The dumps that others make void."""
+    return {dump for manifest in chain for dump in manifest.supersedes}
+
+
+def since_base(
+    dumps: Sequence[Manifest], bases: Mapping[DumpId, Manifest], void: set[DumpId]
+) -> list[Manifest]:
+    """The fewest that hold what dumps hold: the newest base that takes the place of some, and those after.
+
+    Args:
+        dumps: the first ones of a log, none void.
+        bases: of the log.
+        void: see ``void_dumps``.
+    """
+    for place in range(len(dumps) - 1, -1, -1):
+        dump = dumps[place].dump
+        if dump in bases and dump not in void:
+            return [bases[dump], *dumps[place + 1 :]]
+    return list(dumps)
+
+
+def _back_from(
+    newest: DumpId, manifests: Mapping[DumpId, Manifest], bases: Mapping[DumpId, Manifest]
+) -> list[Manifest]:
     chain: dict[DumpId, Manifest] = {}
     dump: DumpId | None = newest
-    while dump is not None:
+    while dump is not None and dump in manifests:
         if dump in chain:
             stray = min(chain)
             raise DeltaLogError(f"{stray.directory} is not connected to the first dump: a loop of dumps")
         chain[dump] = manifests[dump]
-        dump = _before(manifests[dump], manifests)
-    return [*chain.values()][::-1]
+        dump = manifests[dump].previous
+    backwards = list(chain.values())
+    if dump is None:
+        return backwards[::-1]
+    if dump in bases:
+        return [bases[dump], *backwards[::-1]]
+    # Removed from the oldest on: what is left of the dumps in a base is on its way out.
+    for place in range(len(backwards) - 1, -1, -1):
+        if (start := backwards[place].dump) in bases:
+            return [bases[start], *backwards[:place][::-1]]
+    raise _gap(backwards[-1].dump, dump)
 
 
-def _before(manifest: Manifest, manifests: Mapping[DumpId, Manifest]) -> DumpId | None:
-    before = manifest.previous
-    if before is not None and before not in manifests:
-        raise DeltaLogError(
-            f"{manifest.dump.directory} follows {before.directory}, which is missing: the chain has a gap"
-        )
-    return before
+def _gap(dump: DumpId, before: DumpId) -> DeltaLogError:
+    return DeltaLogError(
+        f"{dump.directory} follows {before.directory}, which is missing: the chain has a gap"
+    )
 
 
 def _check_left_behind(
@@ -65,12 +106,14 @@ def _check_left_behind(
 ) -> None:
     """Checks that a dump beside the chain is of a run that was fenced off."""
     seen: set[DumpId] = set()
-    branch, before = dump, _before(manifests[dump], manifests)
+    branch, before = dump, manifests[dump].previous
     while before is not None and before not in places:
         if before in seen:
             raise DeltaLogError(f"{dump.directory} is not connected to the first dump: a loop of dumps")
         seen.add(before)
-        branch, before = before, _before(manifests[before], manifests)
+        if before not in manifests:
+            raise _gap(branch, before)
+        branch, before = before, manifests[before].previous
     place = 0 if before is None else places[before] + 1
     if place < len(chain) and max(branch.generation, dump.generation) < chain[place].generation:
         return

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchrec_ext.answers import find
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.log import DeltaLog
-from torchrec_ext.delta.manifest import DumpId
+from torchrec_ext.delta.manifest import DumpId, Manifest
 from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.scan import Scan
 
@@ -74,8 +74,8 @@ def diff_log(
     """
     if before > after:
         raise ValueError(f"step {before} is later than step {after}: name the earlier one first")
-    earlier, dumps = log.upto(before), log.upto(after)
-    between = dumps[len(earlier) :]
+    earlier = log.history_upto(before)
+    between = _between(log, earlier[-1].dump, log.history_upto(after)[-1].dump)
     tables: dict[str, TableDifference] = {}
     if between:
         scan = Scan(log, between)
@@ -98,11 +98,18 @@ def diff_log(
                 progress(read, total)
         tables = {fqn: one.difference(fqn, gone[fqn]) for fqn, one in sorted(collected.items())}
     else:
-        tables = {fqn: TableDifference(fqn, _NONE, _NONE, _NONE, np.empty(0)) for fqn in dumps[-1].tables}
-    return LogDifference(earlier[-1].dump, dumps[-1].dump, tables)
+        tables = {fqn: TableDifference(fqn, _NONE, _NONE, _NONE, np.empty(0)) for fqn in earlier[-1].tables}
+    return LogDifference(earlier[-1].dump, (between or earlier)[-1].dump, tables)
 
 
 _NONE = np.empty(0, np.int64)
+
+
+def _between(log: DeltaLog, before: DumpId, after: DumpId) -> list[Manifest]:
+    """The dumps after one of them, up to another."""
+    dumps = log.dumps()
+    places = {dump.dump: place for place, dump in enumerate(dumps)}
+    return dumps[places[before] + 1 : places[after] + 1]
 
 
 def distances(vectors: NDArray[np.float32], others: NDArray[np.float32] | np.float32) -> NDArray[np.float64]:

@@ -129,7 +129,8 @@ def remove_uncommitted(generation: Generation) -> None:
 def _take_next(draft: Path, directory: Path) -> int:
     """Gives a draft the lowest number that is higher than all others."""
     while True:
-        dumps = (DumpId.from_directory(entry.name) for entry in directory.iterdir())
+        names = [entry.name for entry in directory.iterdir()]
+        dumps = (DumpId.from_directory(name) or DumpId.from_base_directory(name) for name in names)
         taken = [dump.generation for dump in dumps if dump is not None]
         taken += [int(match[1]) for entry in draft.parent.iterdir() if (match := _NAME.fullmatch(entry.name))]
         number = max(taken, default=-1) + 1

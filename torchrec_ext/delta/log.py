@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,25 @@ from numpy.typing import NDArray
 
 from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.chain import in_chain_order, without_superseded
+from torchrec_ext.delta.chain import in_chain_order, since_base, void_dumps, without_superseded
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
-from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Replay
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Part, Replay, reading_threads
+from torchrec_ext.errors import DeltaLogError, VacuumedError
 from torchrec_ext.files import file_crc32
+
+T = TypeVar("T")
+
+FILES_SCHEMA = pa.schema(
+    [
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("content", pa.string(), nullable=False),
+        pa.field("order", pa.int32(), nullable=False),
+        pa.field("dump", pa.string(), nullable=False),
+        pa.field("rows", pa.int64(), nullable=False),
+        pa.field("nbytes", pa.int64(), nullable=False),
+    ]
+)
+"""What ``DeltaLog.files`` gives."""
 
 
 class DeltaLog:
@@ -44,30 +59,60 @@ class DeltaLog:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise DeltaLogError(f"{self.directory}: no such directory")
-        self._verified: set[tuple[DumpId, str]] = set()
+        self._verified: set[tuple[str, str]] = set()
 
     def dumps(self, *, superseded: bool = False) -> list[Manifest]:
         """The committed dumps, oldest first.
 
+        Where ``vacuum`` removed dumps, the first of the list is the base that took their place.
+
         Args:
-            superseded: also those that a run which went back to an earlier step has made void. In this
-                form the list only ever grows, at its end.
+            superseded: also those that a run which went back to an earlier step has made void; their rows
+                may have been removed. In this form the list only ever grows at its end, and ``vacuum``
+                shortens it at its start.
 
         Raises:
             DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; the
                 message names the dump.
         """
-        manifests = {}
-        for entry in sorted(self.directory.iterdir()):
-            if DumpId.from_directory(entry.name) is None:
-                continue
-            if (manifest := self.manifest(entry.name)) is not None:
-                manifests[manifest.dump] = manifest
-        chain = in_chain_order(manifests)
+        chain, _ = self.listing()
         return chain if superseded else without_superseded(chain)
 
+    def bases(self) -> list[Manifest]:
+        """The bases that ``compact`` committed, oldest first.
+
+        Raises:
+            DeltaLogError: as ``dumps``.
+        """
+        return [*self.listing()[1].values()]
+
+    def listing(self) -> tuple[list[Manifest], dict[DumpId, Manifest]]:
+        """All dumps, superseded ones too, oldest first; and all bases, by the last dump in each.
+
+        Raises:
+            DeltaLogError: as ``dumps``.
+        """
+        try:
+            return self._list()
+        except DeltaLogError:  # vacuum may have removed what had not been looked at yet
+            return self._list()
+
+    def _list(self) -> tuple[list[Manifest], dict[DumpId, Manifest]]:
+        dumps: dict[DumpId, Manifest] = {}
+        bases: dict[DumpId, Manifest] = {}
+        for name in sorted(entry.name for entry in self.directory.iterdir()):
+            if DumpId.from_directory(name) is not None:
+                found = dumps
+            elif DumpId.from_base_directory(name) is not None:
+                found = bases
+            else:
+                continue
+            if (manifest := self.manifest(name)) is not None:
+                found[manifest.dump] = manifest
+        return in_chain_order(dumps, bases), bases
+
     def manifest(self, name: str) -> Manifest | None:
-        """What a dump's directory says of it, None if it is not committed.
+        """What a dump's, or a base's, directory says of it; None if it is not committed.
 
         Raises:
             DeltaLogError: it is damaged.
@@ -89,6 +134,7 @@ class DeltaLog:
                 this step.
 
         Raises:
+            VacuumedError: its rows were removed.
             DeltaLogError: there is no such dump, or a file of it is missing or damaged.
         """
         dump = self._find(step, generation)
@@ -117,10 +163,13 @@ class DeltaLog:
             DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not
                 covered, or a file is missing or damaged.
         """
-        dumps = self.upto(upto)
-        replay = self.history(dumps)
-        fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
-        return replay.states(dumps[-1], fallbacks, hash_fns or {})
+
+        def states(dumps: list[Manifest]) -> dict[str, EmbeddingState]:
+            replay = self.history(dumps)
+            fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
+            return replay.states(dumps[-1], fallbacks, hash_fns or {})
+
+        return self._of_history(upto, states)
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
         """The ids that own a row after a dump, sorted int64, of every table in the log.
@@ -134,7 +183,41 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``replay``.
         """
-        return self.history(self.upto(upto)).keys()
+        return self._of_history(upto, lambda dumps: self.history(dumps).keys())
+
+    def files(self, upto: int | None = None) -> pa.Table:
+        """The files that hold what the model answered at a dump, for an engine that reads Parquet by itself.
+
+        Args:
+            upto: as in ``replay``.
+
+        Returns:
+            One row per file: ``path``; ``content``, which is ``part`` or ``fallback`` (those of the last
+            dump only, as only they count); ``order``, the larger the newer, alike for files of one dump;
+            ``dump``, the name of its directory; ``rows``; ``nbytes``. Of the rows of parts with the same
+            ``table_fqn`` and ``key_id``, that of the highest order counts.
+
+        Raises:
+            DeltaLogError: as ``replay``; files are not looked at.
+        """
+        dumps = self.history_upto(upto)
+        rows = [
+            (content, order, dump, entry)
+            for order, dump in enumerate(dumps)
+            for content, entries in (
+                ("part", dump.parts),
+                ("fallback", dump.fallbacks if dump is dumps[-1] else ()),
+            )
+            for entry in entries
+        ]
+        columns = zip(
+            *(
+                (str(self.directory / d.directory / e.name), content, order, d.directory, e.rows, e.nbytes)
+                for content, order, d, e in rows
+            ),
+            strict=True,
+        )
+        return pa.table([pa.array(column) for column in columns], FILES_SCHEMA)
 
     def history(self, dumps: Sequence[Manifest], keep: KeyFilter | None = None) -> Replay:
         """What dumps say, one after another.
@@ -147,25 +230,53 @@ class DeltaLog:
             DeltaLogError: a file is missing or damaged.
         """
         replay = Replay(keep)
-        for dump in dumps:
-            for part in dump.parts:
-                replay.add_part(dump, self.checked_path(dump, part, fmt.PART_SCHEMA))
-            for fallback in dump.fallbacks:
-                self.checked_path(dump, fallback, fmt.FALLBACK_SCHEMA)
+
+        def read(dump: Manifest, entry: FileEntry) -> Part:
+            return replay.read_part(dump, self.checked_path(dump, entry, fmt.PART_SCHEMA))
+
+        with reading_threads() as threads:
+            parts = [(dump, [threads.submit(read, dump, entry) for entry in dump.parts]) for dump in dumps]
+            fallbacks = [
+                threads.submit(self.checked_path, dump, entry, fmt.FALLBACK_SCHEMA)
+                for dump in dumps
+                for entry in dump.fallbacks
+            ]
+            try:
+                for dump, coming in parts:
+                    replay.add(dump, [part.result() for part in coming])
+                for checked in fallbacks:
+                    checked.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         return replay
 
-    def upto(self, upto: int | None) -> list[Manifest]:
-        """The dumps that ``replay`` takes in.
+    def history_upto(self, upto: int | None = None) -> list[Manifest]:
+        """What has to be read for the state at a dump: a base, if there is one, and the dumps after it.
+
+        Args:
+            upto: as in ``replay``.
 
         Raises:
-            DeltaLogError: there are none, or a manifest is damaged.
+            DeltaLogError: nothing is committed up to there.
         """
-        dumps = self.dumps()
-        last = max((i for i, d in enumerate(dumps) if upto is None or d.step <= upto), default=None)
+        chain, bases = self.listing()
+        dumps, void = without_superseded(chain), void_dumps(chain)
+        last = max(
+            (i for i, d in enumerate(dumps) if (upto is None or d.step <= upto) and d.dump not in void),
+            default=None,
+        )
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
-            raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
-        return dumps[: last + 1]
+            gone = f"; {_taken_by(dumps[0])}" if dumps and dumps[0].is_base else ""
+            raise DeltaLogError(f"{self.directory}: no committed dump{wanted}{gone}")
+        return since_base(dumps[: last + 1], bases, void)
+
+    def _of_history(self, upto: int | None, read: Callable[[list[Manifest]], T]) -> T:
+        try:
+            return read(self.history_upto(upto))
+        except VacuumedError:  # while it was read; what took its place is there by now
+            return read(self.history_upto(upto))
 
     def rows_of(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
         """The rows of some of a dump's files, with the columns of ``schema``.
@@ -180,30 +291,37 @@ class DeltaLog:
         return pa.concat_tables(tables)
 
     def _find(self, step: int, generation: int | None) -> Manifest:
-        for dump in reversed(self.dumps(superseded=generation is not None)):
-            if dump.step == step and generation in (None, dump.generation):
+        dumps = self.dumps(superseded=generation is not None)
+        for dump in reversed(dumps):
+            if dump.step == step and generation in (None, dump.generation) and not dump.is_base:
                 return dump
         which = "" if generation is None else f" of generation {generation}"
+        if dumps and dumps[0].is_base and DumpId(generation or 0, step) <= dumps[0].dump:
+            raise VacuumedError(
+                f"{self.directory}: no rows of a dump of step {step}{which}; {_taken_by(dumps[0])}"
+            )
         raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
 
     def checked_path(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
         """The path of a dump's file, after a check that the file is what the manifest says.
 
         Raises:
-            DeltaLogError: it is not, or is missing.
+            VacuumedError: it was removed, and something else holds its rows.
+            DeltaLogError: it is not what the manifest says, or is missing.
         """
-        where = f"{dump.dump.directory}: {entry.name}"
-        path = _no_symlink(self.directory / dump.dump.directory / entry.name)
+        where = f"{dump.directory}: {entry.name}"
+        path = _no_symlink(self.directory / dump.directory / entry.name)
         try:
-            if (dump.dump, entry.name) not in self._verified:
+            if (dump.directory, entry.name) not in self._verified:
                 if (size := path.stat().st_size) != entry.nbytes:
                     raise DeltaLogError(f"{where} has {size} bytes, the manifest says {entry.nbytes}")
                 if file_crc32(path) != entry.crc32:
                     raise DeltaLogError(f"{where} is damaged: its checksum is not the manifest's")
-                self._verified.add((dump.dump, entry.name))
+                self._verified.add((dump.directory, entry.name))
             with pq.ParquetFile(path) as file:
                 num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
         except FileNotFoundError as error:
+            self.check_not_vacuumed(dump)
             raise DeltaLogError(f"{where} is missing") from error
         except (pa.ArrowException, OSError) as error:
             raise DeltaLogError(f"{where} cannot be read: {error}") from error
@@ -212,6 +330,27 @@ class DeltaLog:
         if missing := set(schema.names) - columns:
             raise DeltaLogError(f"{where} lacks the columns {sorted(missing)}")
         return path
+
+    def check_not_vacuumed(self, dump: Manifest) -> None:
+        """Checks, of a dump with a file that is not there, that it is not missed.
+
+        Raises:
+            VacuumedError: it was removed, and something else holds its rows.
+        """
+        chain, bases = self.listing()
+        if dump.dump in void_dumps(chain) and not dump.is_base:
+            raise VacuumedError(
+                f"{dump.directory} was superseded, and its rows were removed by vacuum: list the dumps again"
+            )
+        listed = bases.values() if dump.is_base else chain
+        if dump.directory not in {other.directory for other in listed}:
+            newer = [base for base in bases.values() if base.dump >= dump.dump]
+            if newer:
+                raise VacuumedError(f"{dump.directory} is gone: {_taken_by(newer[0])}. List the dumps again")
+
+
+def _taken_by(base: Manifest) -> str:
+    return f"the dumps up to step {base.step} were compacted into {base.directory} and removed by vacuum"
 
 
 def _no_symlink(path: Path) -> Path:

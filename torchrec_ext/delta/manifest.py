@@ -15,7 +15,7 @@ from torchrec_ext.zch.routing import ShardRouting
 
 MANIFEST_NAME = "manifest.json"
 RecordT = TypeVar("RecordT")
-_DIRECTORY = re.compile(r"step_(\d{12,})\.g(\d{4,})")
+_DIRECTORY = re.compile(r"(step|base)_(\d{12,})\.g(\d{4,})")
 
 
 @dataclass(frozen=True, order=True)
@@ -30,12 +30,27 @@ class DumpId:
         """The dump's directory name."""
         return f"step_{self.step:012d}.g{self.generation:04d}"
 
+    @property
+    def base_directory(self) -> str:
+        """The directory name of a base that takes the place of this dump and all before it."""
+        return f"base_{self.step:012d}.g{self.generation:04d}"
+
     @classmethod
     def from_directory(cls, name: str) -> DumpId | None:
         """The dump a directory name stands for, None if it is not one of ours."""
-        match = _DIRECTORY.fullmatch(name)
-        dump = cls(step=int(match[1]), generation=int(match[2])) if match else None
+        dump = cls._parsed(name)
         return dump if dump and dump.directory == name else None
+
+    @classmethod
+    def from_base_directory(cls, name: str) -> DumpId | None:
+        """The last dump in the base that a directory name stands for, None if it is not one of ours."""
+        dump = cls._parsed(name)
+        return dump if dump and dump.base_directory == name else None
+
+    @classmethod
+    def _parsed(cls, name: str) -> DumpId | None:
+        match = _DIRECTORY.fullmatch(name)
+        return cls(step=int(match[2]), generation=int(match[3])) if match else None
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,9 @@ class RankStats:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed dump. Its file's presence is the commit.
+    """A committed dump, or a base that takes the place of many. Its file's presence is the commit.
+
+    A base has the id, the times of training, the run and the metadata of the last dump in it.
 
     Attributes:
         dump: the dump's id.
@@ -122,6 +139,9 @@ class Manifest:
         supersedes: dumps that this one makes void: readers leave them out.
         run_id: tells the run that wrote it from those of the same generation in other logs.
         metadata: the user's own, a JSON object.
+        compacted: of a base, how many dumps it takes the place of; 0 for a dump.
+        retired: of a base, those of ``tables`` that its last dump did not cover any more. Their rows are
+            kept: a later dump may cover them again, and say only what changed.
         format_version: of the files and of this manifest.
     """
 
@@ -137,7 +157,19 @@ class Manifest:
     supersedes: tuple[DumpId, ...] = ()
     run_id: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    compacted: int = 0
+    retired: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it takes the place of its dump and all before it."""
+        return self.compacted > 0
+
+    @property
+    def directory(self) -> str:
+        """The name of its directory."""
+        return self.dump.base_directory if self.is_base else self.dump.directory
 
     @property
     def step(self) -> int:
@@ -214,6 +246,8 @@ class Manifest:
                 supersedes=tuple(_record(DumpId, dump) for dump in raw["supersedes"]),
                 run_id=str(raw.get("run_id", "")),
                 metadata=dict(raw["metadata"]),
+                compacted=int(raw.get("compacted", 0)),
+                retired=tuple(str(fqn) for fqn in raw.get("retired", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is incomplete: {error!r}") from error
@@ -221,22 +255,23 @@ class Manifest:
         return manifest
 
     def _check(self, directory: str) -> None:
-        if self.dump.directory != directory:
+        if self.directory != directory:
             raise DeltaLogError(
-                f"{directory}: {MANIFEST_NAME} is that of {self.dump.directory}; the directory was "
+                f"{directory}: {MANIFEST_NAME} is that of {self.directory}; the directory was "
                 "copied or renamed"
             )
-        for kind, entries, name_of in (
-            ("part", self.parts, part_name),
-            ("fallback", self.fallbacks, fallback_name),
+        for kind, entries, name_of, files in (
+            ("part", self.parts, part_name, len(self.parts) if self.is_base else self.world_size),
+            ("fallback", self.fallbacks, fallback_name, 1 if self.is_base else self.world_size),
         ):
             # Only names we would have given: a manifest cannot send a reader anywhere else.
-            strays = [e.name for r, e in enumerate(entries) if e.name != name_of(r, self.world_size)]
-            if strays or not entries or len(entries) != self.world_size:
+            strays = [e.name for r, e in enumerate(entries) if e.name != name_of(r, files)]
+            if strays or not entries or len(entries) != files:
                 fault = f"names {strays[0]!r}" if strays else f"names {len(entries)} {kind} files"
+                whose = "a base" if self.is_base else f"a dump of {self.world_size} ranks"
                 raise DeltaLogError(
-                    f"{directory}: {MANIFEST_NAME} {fault}; a dump of {self.world_size} ranks has "
-                    f"{name_of(0, self.world_size)} to {name_of(self.world_size - 1, self.world_size)}"
+                    f"{directory}: {MANIFEST_NAME} {fault}; {whose} has "
+                    f"{name_of(0, files or 1)} to {name_of((files or 1) - 1, files or 1)}"
                 )
 
 

@@ -157,7 +157,9 @@ def prepare_directory(directory: Path, rank: int) -> None:
     strangers = [
         entry.name
         for entry in sorted(directory.iterdir())
-        if DumpId.from_directory(entry.name) is None and entry.name != FOLDER
+        if DumpId.from_directory(entry.name) is None
+        and DumpId.from_base_directory(entry.name) is None
+        and entry.name != FOLDER
     ]
     if strangers:
         raise ValueError(

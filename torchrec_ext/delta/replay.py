@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, fin
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.errors import DeltaLogError, VacuumedError
+
+_THREADS = 8
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
-"""Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``."""
+"""Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``; called on several threads."""
 
 
 class EmbeddingState:
@@ -106,6 +110,10 @@ class _Group:
         return (_nth_vector(self.upsert) if self.vectors is None else self.vectors)[rows]
 
 
+Part = Iterable[tuple[str, _Group]]
+"""One rank's part of a dump: the tables and their row groups."""
+
+
 @dataclass
 class _TableHistory:
     info: TableInfo
@@ -126,19 +134,33 @@ class Replay:
         self._keep = keep
         self._tables: dict[str, _TableHistory] = {}
 
-    def add_part(self, dump: Manifest, path: Path) -> None:
-        """Takes in one rank's part of the next dump. Leaves no file open: a log may have thousands."""
-        self._add_tables(dump)
-        where = f"{dump.dump.directory}: {path.name}"
+    def read_part(self, dump: Manifest, path: Path) -> Part:
+        """Reads the keys of one rank's part, on any thread. Leaves no file open: a log may have thousands."""
+        where = f"{dump.directory}: {path.name}"
         try:
             with pq.ParquetFile(path, memory_map=True) as file:
-                self._add_groups(where, path, file)
+                return [*self._groups(dump, where, path, file)]
+        except FileNotFoundError as error:
+            raise _gone(where) from error
         except ValueError as error:
             raise DeltaLogError(f"{where}: {error}") from error
 
-    def _add_groups(self, where: str, path: Path, file: pq.ParquetFile) -> None:
+    def add(self, dump: Manifest, parts: Iterable[Part]) -> None:
+        """Takes in the parts of the next dump."""
+        for fqn, info in dump.tables.items():
+            history = self._tables.setdefault(fqn, _TableHistory(info))
+            if history.info.dim != info.dim or history.info.key_space != info.key_space:
+                raise DeltaLogError(
+                    f"{dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
+                    f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
+                )
+            history.info = info
+        for fqn, group in itertools.chain.from_iterable(parts):
+            self._tables[fqn].groups.append(group)
+
+    def _groups(self, dump: Manifest, where: str, path: Path, file: pq.ParquetFile) -> Part:
         for index, fqn in fmt.row_groups(file):
-            if fqn not in self._tables:
+            if fqn not in dump.tables:
                 raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
             columns = file.read_row_group(index, columns=["key_id", "op"])
             upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
@@ -147,7 +169,7 @@ class Replay:
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))
                 group = _Group(path, index, where, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
-            self._tables[fqn].groups.append(group)
+            yield fqn, group
 
     def states(
         self, dump: Manifest, fallbacks: pa.Table, hash_fns: Mapping[str, HashFunction]
@@ -159,16 +181,17 @@ class Replay:
             fallbacks: its fallback rows, of all ranks.
             hash_fns: see ``DeltaLog.replay``.
         """
-        if unknown := set(hash_fns) - set(dump.tables):
-            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the dump covers {sorted(dump.tables)}")
+        covered = {fqn: info for fqn, info in dump.tables.items() if fqn not in dump.retired}
+        if unknown := set(hash_fns) - set(covered):
+            raise DeltaLogError(f"hash_fns names {sorted(unknown)}; the dump covers {sorted(covered)}")
         states = {}
-        for fqn, info in dump.tables.items():
+        for fqn, info in covered.items():
             keys, winners = _latest_upserts(self._tables[fqn])
             vectors = _gather(self._tables[fqn], winners)
             try:
                 fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
-                raise DeltaLogError(f"{dump.dump.directory}: fallback rows of {fqn}: {error}") from error
+                raise DeltaLogError(f"{dump.directory}: fallback rows of {fqn}: {error}") from error
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 
@@ -207,16 +230,6 @@ class Replay:
     def _history(self, fqn: str) -> _TableHistory:
         return self._tables.get(fqn, _NOTHING)
 
-    def _add_tables(self, dump: Manifest) -> None:
-        for fqn, info in dump.tables.items():
-            history = self._tables.setdefault(fqn, _TableHistory(info))
-            if history.info.dim != info.dim or history.info.key_space != info.key_space:
-                raise DeltaLogError(
-                    f"{dump.dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
-                    f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
-                )
-            history.info = info
-
 
 def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The keys that own a row, sorted, and where in the history each one's vector stands."""
@@ -234,8 +247,14 @@ def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[
 def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.float32]:
     """The vectors at these positions of the table's history, in their order."""
     vectors = np.empty((len(winners), history.info.dim), np.float32)
-    for which, found in _vectors_at(history, winners):
-        vectors[which] = found
+
+    def read(wanted: _Wanted) -> None:
+        for which, found in _read(wanted, history.info.dim):
+            vectors[which] = found
+
+    with reading_threads() as threads:  # Arrow decodes, and NumPy copies, without the GIL
+        for _ in threads.map(read, _wanted(history, winners)):
+            pass
     return vectors
 
 
@@ -243,22 +262,52 @@ def _vectors_at(
     history: _TableHistory, winners: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Reads the vectors at positions of the table's history: which of the positions, and theirs."""
+    for wanted in _wanted(history, winners):
+        yield from _read(wanted, history.info.dim)
+
+
+_Wanted = list[tuple[_Group, NDArray[np.int64], NDArray[np.int64]]]
+"""Of one file: row groups, which of the positions asked for are theirs, and the rows at these."""
+
+
+def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wanted]:
     by_position = np.argsort(winners)
     positions = winners[by_position]
-    start = 0
-    for path, groups in itertools.groupby(history.groups, key=lambda group: group.path):
-        with pq.ParquetFile(path, memory_map=True) as file:
-            for group in groups:
-                stop = start + len(group.keys)
-                low, high = np.searchsorted(positions, (start, stop))
-                if high > low:
-                    column = file.read_row_group(group.index, columns=["embedding"])["embedding"]
-                    try:
-                        found = fmt.vectors_of(column.chunks, history.info.dim)
-                    except ValueError as error:
-                        raise DeltaLogError(f"{group.where}: {error}") from error
-                    yield by_position[low:high], found[group.vectors_of(positions[low:high] - start)]
-                start = stop
+    starts = np.cumsum([0, *(len(group.keys) for group in history.groups)])
+    bounds = np.searchsorted(positions, starts)
+    needed = [n for n in range(len(history.groups)) if bounds[n + 1] > bounds[n]]
+    for _, of_file in itertools.groupby(needed, key=lambda n: history.groups[n].path):
+        yield [
+            (
+                history.groups[n],
+                by_position[bounds[n] : bounds[n + 1]],
+                positions[bounds[n] : bounds[n + 1]] - starts[n],
+            )
+            for n in of_file
+        ]
+
+
+def _read(wanted: _Wanted, dim: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    where = wanted[0][0].where
+    try:
+        with pq.ParquetFile(wanted[0][0].path, memory_map=True) as file:
+            for group, which, rows in wanted:
+                column = file.read_row_group(group.index, columns=["embedding"], use_threads=False)
+                found = fmt.vectors_of(column["embedding"].chunks, dim)
+                yield which, found[group.vectors_of(rows)]
+    except FileNotFoundError as error:
+        raise _gone(where) from error
+    except ValueError as error:
+        raise DeltaLogError(f"{where}: {error}") from error
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """Threads to read files with: for each, a row group is in memory."""
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "torchrec-ext-read")
+
+
+def _gone(where: str) -> VacuumedError:
+    return VacuumedError(f"{where} was removed while it was read: list the dumps again")
 
 
 def _nth_vector(upsert: NDArray[np.bool_]) -> NDArray[np.int32]:

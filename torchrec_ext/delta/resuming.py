@@ -86,7 +86,7 @@ class Restart:
             "are not in the log as they are",
             self._opened.log.directory,
             step,
-            branch.kept[-1].dump.directory if branch.kept else "nothing",
+            branch.kept[-1].directory if branch.kept else "nothing",
             "the vectors in the log" if branch.saved is None else "the state in the checkpoint",
             len(branch.ahead),
             sum(int((standing.owned & ~standing.said).sum()) for standing, _ in standings.values()),

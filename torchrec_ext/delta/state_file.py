@@ -64,7 +64,7 @@ def write_state(
     if path.exists():
         raise FileExistsError(f"{path} is there already: remove it, or name another file")
     fmt.hidden(path).unlink(missing_ok=True)  # of a run that was killed
-    dumps = log.upto(upto)
+    dumps = log.history_upto(upto)
     total = sum(dump.rows for dump in dumps)
     rows = dict.fromkeys(dumps[-1].tables, 0)
     with fmt.ParquetFileWriter(path, STATE_SCHEMA) as file:

@@ -1,0 +1,370 @@
+"""``compact``: many dumps into one base, which takes their place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.chain import void_dumps
+from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, RankStats, TableInfo
+from torchrec_ext.delta.row_groups import (
+    DEFAULT_MEMORY_BYTES,
+    RowGroup,
+    mark_latest,
+    num_passes,
+    row_groups_of,
+)
+from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.files import file_crc32, sync
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+PLAN_NAME = "plan.json"
+"""In the directory of a base that is being written: what it is made from. Locked by who writes it."""
+
+_PART_BYTES = 256 << 20  # of vectors, in memory; a file of a base is about as large
+_ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 131_072, 64 << 20
+_THREADS = 4
+_OWN_FILES = re.compile(
+    r"\.?(part|fallback)_\d+_of_\d+\.parquet(\.tmp)?|\.?manifest\.json(\.tmp)?|plan\.json"
+)
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What ``compact`` did.
+
+    Attributes:
+        base: the newest base at or before the step asked for.
+        written: whether it was written now; else it was there already.
+        dumps: how many dumps were taken together, the base before them counted as one.
+        rows_read: their rows.
+        rows: the rows of the base.
+        nbytes: the bytes of its files.
+        nbytes_read: the bytes of the files it takes the place of.
+        resumed_parts: files that a run which was interrupted had finished, and that were kept.
+    """
+
+    base: Manifest
+    written: bool
+    dumps: int = 0
+    rows_read: int = 0
+    rows: int = 0
+    nbytes: int = 0
+    nbytes_read: int = 0
+    resumed_parts: int = 0
+
+
+def compact(
+    log: DeltaLog | str | os.PathLike[str],
+    upto: int | None = None,
+    *,
+    max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Compacted:
+    """Writes a base: the rows that keys own after a dump, in a few files instead of many.
+
+    Readers start from the newest base, so that replaying takes as long as the table is large, not as long as
+    the log is. The dumps stay until ``vacuum`` removes them. It reads and writes while trainers dump and
+    readers read, and disturbs none of them.
+
+    A run that is interrupted is gone on with by the next, at the dump that it was for if ``upto`` is left
+    out: files that are whole are kept. Beside ``max_memory_bytes`` it needs a bit per row of the dumps, and
+    for each of up to four threads a few row groups.
+
+    Args:
+        log: a dump directory.
+        upto: the last step to take in, as in ``DeltaLog.replay``; by default all dumps.
+        max_memory_bytes: for keys that are compared, 42 bytes each; they are read in several passes if
+            they need more.
+        progress: is called with how many rows were looked at, and how many will be.
+
+    Raises:
+        ValueError: ``max_memory_bytes`` is not positive.
+        DeltaLogError: nothing is committed up to there, a file is missing or damaged, or another process
+            is writing this base.
+        OSError: the base cannot be written.
+    """
+    if max_memory_bytes < 1:
+        raise ValueError(f"max_memory_bytes must be at least 1, not {max_memory_bytes}")
+    log = log if isinstance(log, DeltaLog) else DeltaLog(log)
+    dumps = _interrupted(log) if upto is None else None
+    dumps = dumps or log.history_upto(upto)
+    if len(dumps) == 1 and dumps[0].is_base:
+        return Compacted(dumps[0], written=False)
+    path = log.directory / dumps[-1].dump.base_directory
+    path.mkdir(exist_ok=True)
+    with _locked(path):
+        if (path / MANIFEST_NAME).exists():  # another process was faster
+            return Compacted(log.history_upto(dumps[-1].step)[0], written=False)
+        return _Compaction(log, dumps, path, max_memory_bytes, progress).run()
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes a base that was not committed, unless it is being written."""
+    with contextlib.suppress(DeltaLogError, FileNotFoundError), _locked(path):
+        if not (path / MANIFEST_NAME).exists():
+            remove_own_files(path)
+
+
+def remove_own_files(path: Path) -> None:
+    """Removes the files of a dump or a base, its manifest first; the directory if nothing else is in it."""
+    (path / MANIFEST_NAME).unlink(missing_ok=True)
+    for name in own_files(path):
+        (path / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else is in it
+        path.rmdir()
+
+
+def own_files(path: Path) -> list[str]:
+    """The names of those files in a directory that a dumper or ``compact`` would have written."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(entry.name for entry in path.iterdir() if _OWN_FILES.fullmatch(entry.name))
+    return []
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Row groups whose latest rows go into one file of a base."""
+
+    groups: tuple[tuple[str, RowGroup], ...]
+    rows: int
+
+
+class _Compaction:
+    def __init__(
+        self,
+        log: DeltaLog,
+        dumps: Sequence[Manifest],
+        path: Path,
+        max_memory_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._log = log
+        self._dumps = dumps
+        self._path = path
+        self._max_memory_bytes = max_memory_bytes
+        self._progress = progress
+        self._seen = 0
+        self._total = 0
+        self._lock = threading.Lock()
+
+    def run(self) -> Compacted:
+        tables = {fqn: info for dump in self._dumps for fqn, info in dump.tables.items()}
+        parts = self._plan(tables)
+        resumed = self._keep_finished(parts)
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "torchrec-ext-compact") as threads:
+            entries = list(threads.map(lambda number: self._part(number, parts), range(len(parts))))
+        fallback = self._fallbacks(tables)
+        base = self._commit(tables, entries, fallback)
+        logger.info(
+            "%s holds %d dumps: %d rows of %d, %d bytes of %d",
+            base.directory,
+            base.compacted,
+            base.rows,
+            sum(dump.rows for dump in self._dumps),
+            base.nbytes,
+            sum(dump.nbytes for dump in self._dumps),
+        )
+        return Compacted(
+            base,
+            written=True,
+            dumps=len(self._dumps),
+            rows_read=sum(dump.rows for dump in self._dumps),
+            rows=base.rows,
+            nbytes=base.nbytes,
+            nbytes_read=sum(dump.nbytes for dump in self._dumps),
+            resumed_parts=resumed,
+        )
+
+    def _plan(self, tables: dict[str, TableInfo]) -> list[_Part]:
+        """Which rows go where; the same for the same dumps, so that another run can go on."""
+        found = row_groups_of(self._log, self._dumps)
+        limit = self._max_memory_bytes
+        rows = {fqn: sum(group.rows for group in groups) for fqn, groups in found.items()}
+        self._total = sum(count * (1 + num_passes(count, limit)) for count in rows.values())
+        parts: list[_Part] = []
+        groups: list[tuple[str, RowGroup]] = []
+        schema, count, nbytes = None, 0, 0
+        for fqn in sorted(found):
+            for group in mark_latest(found[fqn], limit, self._advance):
+                _, upsert = group.read_keys()
+                kept = int((upsert & group.latest).sum())
+                if not kept:
+                    self._advance(group.rows)
+                    continue
+                own = _schema_of(group)
+                if groups and (nbytes >= _PART_BYTES or own != schema):
+                    parts.append(_Part(tuple(groups), count))
+                    groups, count, nbytes = [], 0, 0
+                groups.append((fqn, group))
+                schema, count = own, count + kept
+                nbytes += kept * tables[fqn].dim * 4
+        parts.append(_Part(tuple(groups), count))
+        return parts
+
+    def _keep_finished(self, parts: Sequence[_Part]) -> int:
+        """Removes what an earlier run left, but for the files that this one would write again."""
+        plan = {
+            "parts": [part.rows for part in parts],
+            "dumps": [[dump.directory, dump.run_id, dump.committed_unix] for dump in self._dumps],
+        }
+        whole = {fmt.part_name(number, len(parts)) for number in range(len(parts))}
+        try:
+            kept = whole if json.loads((self._path / PLAN_NAME).read_bytes()) == plan else set()
+        except ValueError:
+            kept = set()
+        for name in own_files(self._path):
+            if name not in kept and name != PLAN_NAME:
+                (self._path / name).unlink()
+        # In place: the lock is on this file.
+        with (self._path / PLAN_NAME).open("r+b") as file:
+            file.write(json.dumps(plan).encode())
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self._path)
+        return sum((self._path / name).exists() for name in kept)
+
+    def _part(self, number: int, parts: Sequence[_Part]) -> FileEntry:
+        """Writes a file of the base, unless it is there already."""
+        part, name = parts[number], fmt.part_name(number, len(parts))
+        path = self._path / name
+        if path.exists():
+            with contextlib.suppress(pa.ArrowException, OSError), pq.ParquetFile(path) as file:
+                if file.metadata.num_rows == part.rows:
+                    self._advance(sum(group.rows for _, group in part.groups))
+                    return FileEntry(name, number, part.rows, path.stat().st_size, file_crc32(path))
+            path.unlink()
+        schema = _schema_of(part.groups[0][1]) if part.groups else fmt.PART_SCHEMA
+        with fmt.ParquetFileWriter(path, schema) as writer:
+            for rows in self._rows(part):
+                writer.write(rows)
+        return FileEntry(name, number, writer.rows, writer.nbytes, writer.crc32)
+
+    def _rows(self, part: _Part) -> Iterator[pa.Table]:
+        """The rows of a part, in row groups of one table each."""
+        waiting: list[pa.Table] = []
+        of, count, nbytes = None, 0, 0
+        for fqn, group in part.groups:
+            rows = group.read()
+            rows = rows.filter(pc.and_(pa.array(group.latest), pc.equal(rows["op"], fmt.UPSERT)))
+            if waiting and (fqn != of or count >= _ROW_GROUP_ROWS or nbytes >= _ROW_GROUP_BYTES):
+                yield pa.concat_tables(waiting)
+                waiting, count, nbytes = [], 0, 0
+            waiting.append(rows)
+            of, count, nbytes = fqn, count + rows.num_rows, nbytes + rows.nbytes
+            self._advance(group.rows)
+        if waiting:
+            yield pa.concat_tables(waiting)
+
+    def _fallbacks(self, tables: dict[str, TableInfo]) -> FileEntry:
+        """Writes the fallback rows of each table, as the last dump that covers it has them."""
+        name = fmt.fallback_name(0, 1)
+        with fmt.ParquetFileWriter(self._path / name, fmt.FALLBACK_SCHEMA) as writer:
+            for dump in self._dumps:
+                last = [fqn for fqn in dump.tables if self._last_to_cover(fqn) is dump]
+                if last:
+                    rows = self._log.rows_of(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
+                    writer.write(rows.filter(pc.is_in(rows["table_fqn"], pa.array(last, pa.string()))))
+        return FileEntry(name, 0, writer.rows, writer.nbytes, writer.crc32)
+
+    def _last_to_cover(self, fqn: str) -> Manifest:
+        return next(dump for dump in reversed(self._dumps) if fqn in dump.tables)
+
+    def _commit(
+        self, tables: dict[str, TableInfo], parts: Sequence[FileEntry], fallback: FileEntry
+    ) -> Manifest:
+        last = self._dumps[-1]
+        self._check_still_counts(last.dump)
+        base = dataclasses.replace(
+            last,
+            previous=None,
+            committed_unix=time.time(),
+            tables=tables,
+            parts=tuple(parts),
+            fallbacks=(fallback,),
+            stats=(RankStats(sum(part.rows for part in parts), 0, 0.0),),
+            supersedes=(),
+            compacted=sum(max(1, dump.compacted) for dump in self._dumps),
+            retired=tuple(sorted(set(tables) - set(last.tables))),
+        )
+        sync(self._path)
+        manifest = self._path / MANIFEST_NAME
+        fmt.write_synced(fmt.hidden(manifest), base.to_json())
+        fmt.rename_hidden(manifest)
+        for directory in (self._path, self._log.directory):
+            sync(directory)
+        return base
+
+    def _check_still_counts(self, dump: DumpId) -> None:
+        chain, _ = self._log.listing()
+        if dump in void_dumps(chain) or dump not in {other.dump for other in chain}:
+            remove_own_files(self._path)
+            raise DeltaLogError(
+                f"{self._path.name} was given up: a run went back to a step before {dump.step} meanwhile. "
+                "Compact again"
+            )
+
+    def _advance(self, rows: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._seen += rows
+                self._progress(self._seen, self._total)
+
+
+def _interrupted(log: DeltaLog) -> list[Manifest] | None:
+    """What the newest base that was begun and not finished is made from, if it is still of use."""
+    begun = [
+        dump
+        for entry in sorted(log.directory.iterdir())
+        if (dump := DumpId.from_base_directory(entry.name)) and not (entry / MANIFEST_NAME).exists()
+    ]
+    for dump in sorted(begun, reverse=True):
+        with contextlib.suppress(DeltaLogError):
+            dumps = log.history_upto(dump.step)
+            if dumps[-1].dump == dump and not dumps[-1].is_base:
+                return dumps
+    return None
+
+
+def _schema_of(group: RowGroup) -> pa.Schema:
+    """The columns of a part file: vectors may be stored in several ways."""
+    with pq.ParquetFile(group.path, memory_map=True) as file:
+        return file.schema_arrow
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from writing the same base; ends with the process, however it ends."""
+    plan = path / PLAN_NAME
+    with plan.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DeltaLogError(f"{path} is being written by another process; let it finish") from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if (path / MANIFEST_NAME).exists():
+                    plan.unlink()

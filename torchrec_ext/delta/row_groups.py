@@ -1,0 +1,157 @@
+"""The rows of a run of dumps, and which of them no later one overrules; in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.manifest import Manifest
+from torchrec_ext.errors import DeltaLogError
+
+DEFAULT_MEMORY_BYTES = 1 << 30
+_BYTES_PER_ROW = 42  # while the keys of a pass are compared: key, place, order and copies of them
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads keys that come in runs
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group: rows of one table.
+
+    Attributes:
+        path: the file.
+        index: of the group in it.
+        where: the dump and the file, for errors.
+        rows: how many.
+        packed: where no later row of these dumps speaks of the same key, a bit per row; None: everywhere.
+    """
+
+    path: Path
+    index: int
+    where: str
+    rows: int
+    packed: NDArray[np.uint8] | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def latest(self) -> NDArray[np.bool_]:
+        """Where no later row of these dumps speaks of the same key, bool ``[rows]``."""
+        if self.packed is None:
+            return np.ones(self.rows, np.bool_)
+        return np.unpackbits(self.packed, count=self.rows).view(np.bool_)
+
+    def read_keys(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Keys, and whether they are upserts."""
+        rows = self.read(["key_id", "op"])
+        return rows["key_id"].to_numpy(), pc.equal(rows["op"], fmt.UPSERT).to_numpy()
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Some columns, or all.
+
+        Raises:
+            DeltaLogError: the file cannot be read.
+        """
+        try:
+            with pq.ParquetFile(self.path, memory_map=True) as file:
+                return file.read_row_group(self.index, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise DeltaLogError(f"{self.where} cannot be read: {error}") from error
+
+
+def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest]) -> dict[str, list[RowGroup]]:
+    """The row groups of dumps, by table, in the order in which the rows were said.
+
+    Raises:
+        DeltaLogError: a file is missing or damaged.
+    """
+    groups: dict[str, list[RowGroup]] = {}
+    with ThreadPoolExecutor(os.cpu_count(), "torchrec-ext-files") as threads:
+        for dump in dumps:
+            check = lambda part, dump=dump: log.checked_path(dump, part, fmt.PART_SCHEMA)  # noqa: E731
+            for path in threads.map(check, dump.parts):
+                where = f"{dump.directory}: {path.name}"
+                with pq.ParquetFile(path, memory_map=True) as file:
+                    for index, fqn in fmt.row_groups(file):
+                        if fqn not in dump.tables:
+                            raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
+                        rows = file.metadata.row_group(index).num_rows
+                        groups.setdefault(fqn, []).append(RowGroup(path, index, where, rows))
+    return groups
+
+
+def mark_latest(
+    groups: Sequence[RowGroup],
+    max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> list[RowGroup]:
+    """The same groups of one table, with the rows named that no later one overrules.
+
+    All keys are compared at once if there is memory for it; else a share of them at a time, each time
+    reading all keys.
+
+    Args:
+        groups: in the order in which their rows were said.
+        max_memory_bytes: for the keys that are compared; beside it, a bit per row.
+        progress: is called with the number of rows whose keys were read.
+    """
+    passes = num_passes(sum(group.rows for group in groups), max_memory_bytes)
+    packed: list[NDArray[np.uint8]] = [np.zeros(-(-group.rows // 8), np.uint8) for group in groups]
+    for number in range(passes):
+        keys, places = _share(groups, number, passes, progress)
+        latest = latest_of(np.concatenate([np.empty(0, np.int64), *keys]))
+        start = 0
+        for place, own, found in zip(places, keys, packed, strict=True):
+            bits = latest[start : start + len(own)]
+            start += len(own)
+            if place is None:
+                found[:] = np.packbits(bits)
+            else:
+                here = place[bits]
+                np.bitwise_or.at(found, here >> 3, (128 >> (here & 7)).astype(np.uint8))
+    return [dataclasses.replace(group, packed=found) for group, found in zip(groups, packed, strict=True)]
+
+
+def num_passes(rows: int, max_memory_bytes: int) -> int:
+    """In how many shares the keys of so many rows are compared."""
+    return max(1, -(-rows * _BYTES_PER_ROW // max_memory_bytes))
+
+
+def latest_of(keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of keys, int64 ``[n]``, does not come again later; bool ``[n]``."""
+    # Stable: among equal keys the latest stays last.
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    latest = np.zeros(len(keys), np.bool_)
+    if len(keys):
+        latest[order[np.append(ordered[1:] != ordered[:-1], True)]] = True
+    return latest
+
+
+def _share(
+    groups: Sequence[RowGroup], number: int, passes: int, progress: Callable[[int], None] | None
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64] | None]]:
+    """A share of the keys of each group, and their places in it; None: all are."""
+    keys: list[NDArray[np.int64]] = []
+    places: list[NDArray[np.int64] | None] = []
+    for group in groups:
+        found = group.read(["key_id"])["key_id"].to_numpy()
+        place = None
+        if passes > 1:
+            spread = (found.view(np.uint64) * _SPREAD) >> np.uint64(32)
+            place = np.flatnonzero(spread % np.uint64(passes) == np.uint64(number))
+            found = found[place]
+        keys.append(found)
+        places.append(place)
+        if progress is not None:
+            progress(group.rows)
+    return keys, places
