@@ -6,6 +6,8 @@ written; 3, a sink did not answer; 130, interrupted.
 
 from __future__ import annotations
 
+import logging
+
 import click
 
 from torchrec_ext import __version__
@@ -19,6 +21,8 @@ _COMMANDS = {
     "lookup": Command("lookup", "Shows what the model answers for some ids."),
     "replay": Command("replay", "Writes the rows that a model holds into one Parquet file."),
     "report": Command("report", "Draws a dump directory as one HTML page."),
+    "compact": Command("compact", "Writes one base that stands for many dumps."),
+    "vacuum": Command("vacuum", "Removes dumps that nobody needs any more."),
     "publish": Command("publish", "Publishes dumps to a store that serves."),
     "audit": Command("audit", "Looks for damaged, uninitialized and missing state in a checkpoint."),
     "serve-store": Command("serve_store", "Serves the rows of a store to trainers on other hosts."),
@@ -42,6 +46,7 @@ unreadable, 3 a sink does not answer.
     epilog=_EPILOG,
 )
 @click.version_option(__version__, prog_name="torchrec-ext")
-def main() -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Log what is being done, on stderr.")
+def main(verbose: bool) -> None:
     """TorchRec extensions: fresh embeddings, from training to serving."""
-    log_to_stderr()
+    log_to_stderr(logging.INFO if verbose else logging.WARNING)

@@ -55,7 +55,10 @@ def command(directory: Path, last: int, all_dumps: bool, as_json: bool) -> None:
         print_json(overview)
         return
     shown = overview.dumps if all_dumps else overview.dumps[max(0, len(overview.dumps) - max(last, 0)) :]
-    print_lines([*_summary(overview), _tables(overview), _dumps(shown), *_notes(overview, len(shown))])
+    print_lines([*_summary(overview), _tables(overview), _dumps(shown)])
+    if overview.bases:
+        print_lines(["bases, beside the dumps that they stand for:", _dumps(overview.bases)])
+    print_lines(_notes(overview, len(shown)))
 
 
 def _summary(overview: LogOverview) -> list[str]:
@@ -103,9 +106,9 @@ def _dumps(dumps: tuple[DumpOverview, ...]) -> Table:
             f"{dump.deletes:,}",
             size(dump.nbytes),
             duration(dump.stall_seconds),
-            duration(dump.lag_seconds),
+            "" if dump.lag_seconds is None else duration(dump.lag_seconds),
             moment(dump.committed_unix),
-            "superseded" if dump.superseded else "",
+            "superseded" if dump.superseded else f"base of {dump.compacted:,} dumps" * (dump.compacted > 0),
         )
     return shown
 

@@ -75,12 +75,11 @@ def new_file(path: Path, *, replace: bool = False) -> None:
         raise UserError(f"{path.parent} is not a directory: make it first")
 
 
-def log_to_stderr() -> None:
-    """Sends log records to stderr, above a progress bar if there is one."""
-    if not logging.getLogger().handlers:
-        handler = _Handler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.basicConfig(level=logging.INFO, handlers=[handler])
+def log_to_stderr(level: int) -> None:
+    """Sends log records of this level and above to stderr, above a progress bar if there is one."""
+    handler = _Handler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 class _Handler(logging.Handler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 from pathlib import Path
@@ -70,6 +71,7 @@ def command(
     """  # noqa: D301  # click reads the character that backslash-b is
     from torchrec_ext.publish import publish
 
+    logging.getLogger().setLevel(logging.INFO)  # it runs for long, and tells what it does
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())  # finishes the dump at hand

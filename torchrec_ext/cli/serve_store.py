@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -53,6 +54,7 @@ def command(
     except ModuleNotFoundError as error:
         raise UserError(f"a store needs {error.name}, which is not installed: pip install torch") from error
 
+    logging.getLogger().setLevel(logging.INFO)  # it runs for long, and tells what it does
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

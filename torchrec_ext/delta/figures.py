@@ -35,7 +35,8 @@ class Spread:
         """Of float64 ``[n]``; None if there are none."""
         if not len(values):
             return None
-        return cls(*np.quantile(values, (0.1, 0.5, 0.9)).tolist(), float(values.max()))
+        p10, p50, p90, largest = np.quantile(values, (0.1, 0.5, 0.9, 1.0)).tolist()
+        return cls(p10, p50, p90, largest)
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class TableFigures:
 
 @dataclass(frozen=True)
 class DumpFigures:
-    """A dump.
+    """A dump, or the base that stands for those before the first dump.
 
     Attributes:
         dump: its id.
+        is_base: whether it is a base: its rows are all of ``admitted``.
         created_unix: when its training step was over, seconds since 1970.
         committed_unix: when it was committed, seconds since 1970.
         nbytes: bytes of its files.
@@ -77,6 +79,7 @@ class DumpFigures:
     """
 
     dump: DumpId
+    is_base: bool
     created_unix: float
     committed_unix: float
     nbytes: int
@@ -84,9 +87,9 @@ class DumpFigures:
     tables: dict[str, TableFigures]
 
     @property
-    def lag_seconds(self) -> float:
-        """From the training step to the commit."""
-        return self.committed_unix - self.created_unix
+    def lag_seconds(self) -> float | None:
+        """From the training step to the commit; None of a base, which is made long after."""
+        return None if self.is_base else self.committed_unix - self.created_unix
 
     @property
     def longest_stall_seconds(self) -> float:
@@ -152,7 +155,8 @@ def figures_of(
 
 def _of_dump(dump: Manifest, tables: dict[str, TableFigures]) -> DumpFigures:
     stalls = tuple(stats.stall_seconds for stats in dump.stats)
-    return DumpFigures(dump.dump, dump.created_unix, dump.committed_unix, dump.nbytes, stalls, tables)
+    times = dump.created_unix, dump.committed_unix
+    return DumpFigures(dump.dump, dump.is_base, *times, dump.nbytes, stalls, tables)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.chain import without_superseded
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest
 from torchrec_ext.errors import DeltaLogError
@@ -17,7 +18,7 @@ from torchrec_ext.errors import DeltaLogError
 
 @dataclass(frozen=True)
 class DumpOverview:
-    """A committed dump.
+    """A committed dump, or a base that ``compact`` made of dumps.
 
     Attributes:
         step: the training step.
@@ -29,9 +30,10 @@ class DumpOverview:
         nbytes: bytes of its files.
         created_unix: when the training step was over, seconds since 1970.
         committed_unix: when it was committed, seconds since 1970.
-        lag_seconds: from the one to the other.
+        lag_seconds: from the one to the other; None of a base, which is made long after.
         stall_seconds: how long training stood still for it, on the rank where it did longest.
         metadata: the user's own.
+        compacted: of a base, how many dumps it stands for; 0 of a dump.
     """
 
     step: int
@@ -43,9 +45,10 @@ class DumpOverview:
     nbytes: int
     created_unix: float
     committed_unix: float
-    lag_seconds: float
+    lag_seconds: float | None
     stall_seconds: float
     metadata: dict[str, Any]
+    compacted: int
 
 
 @dataclass(frozen=True)
@@ -87,20 +90,23 @@ class LogOverview:
 
     Attributes:
         directory: where it is.
-        dumps: its committed dumps, oldest first, superseded ones too.
+        dumps: its committed dumps, oldest first, superseded ones too. Where ``vacuum`` removed dumps, the
+            first is the base that took their place.
+        bases: the bases beside dumps that are still there, oldest first.
         tables: its tables, by FQN.
         uncommitted: directories of dumps that are being written, or were left by a run that died.
     """
 
     directory: str
     dumps: tuple[DumpOverview, ...]
+    bases: tuple[DumpOverview, ...]
     tables: tuple[TableOverview, ...]
     uncommitted: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all committed dumps."""
-        return sum(dump.nbytes for dump in self.dumps)
+        """Bytes of all committed dumps and bases."""
+        return sum(dump.nbytes for dump in (*self.dumps, *self.bases))
 
 
 def inspect_log(log: DeltaLog) -> LogOverview:
@@ -110,21 +116,21 @@ def inspect_log(log: DeltaLog) -> LogOverview:
         DeltaLogError: a manifest is damaged, the chain of dumps is broken, or a file is missing or is not
             Parquet. Whether the rows are as they should be is for ``verify_log`` to say.
     """
-    manifests = log.dumps(superseded=True)
-    void = {dump for manifest in manifests for dump in manifest.supersedes}
+    manifests, bases = log.listing()
+    valid = without_superseded(manifests)
     tables = {fqn: info for manifest in manifests for fqn, info in manifest.tables.items()}
     rows: Counter[tuple[str, str]] = Counter()
     changed: Counter[str] = Counter()
-    for manifest in manifests:
-        if manifest.dump not in void:
-            here = _rows_by_op(log, manifest)
-            rows += here
-            changed.update({fqn for fqn, _ in here})
-    last = manifests[-1].tables if manifests else {}
-    committed = {manifest.dump.directory for manifest in manifests}
+    for manifest in valid:
+        here = _rows_by_op(log, manifest)
+        rows += here
+        changed.update({fqn for fqn, _ in here})
+    last = set(manifests[-1].tables) - set(manifests[-1].retired) if manifests else set()
+    committed = {manifest.directory for manifest in manifests}
     return LogOverview(
         directory=str(log.directory),
-        dumps=tuple(_of_dump(manifest, manifest.dump in void) for manifest in manifests),
+        dumps=tuple(_of_dump(manifest, manifest not in valid) for manifest in manifests),
+        bases=tuple(_of_dump(base, False) for base in bases.values() if base not in manifests),
         tables=tuple(
             TableOverview(
                 fqn=fqn,
@@ -164,9 +170,10 @@ def _of_dump(manifest: Manifest, superseded: bool) -> DumpOverview:
         nbytes=manifest.nbytes,
         created_unix=manifest.created_unix,
         committed_unix=manifest.committed_unix,
-        lag_seconds=manifest.committed_unix - manifest.created_unix,
+        lag_seconds=None if manifest.is_base else manifest.committed_unix - manifest.created_unix,
         stall_seconds=max((stats.stall_seconds for stats in manifest.stats), default=0.0),
         metadata=manifest.metadata,
+        compacted=manifest.compacted,
     )
 
 
@@ -174,9 +181,9 @@ def _rows_by_op(log: DeltaLog, manifest: Manifest) -> Counter[tuple[str, str]]:
     """How many rows of each table have which op."""
     rows: Counter[tuple[str, str]] = Counter()
     for part in manifest.parts:
-        where = f"{manifest.dump.directory}: {part.name}"
+        where = f"{manifest.directory}: {part.name}"
         try:
-            with pq.ParquetFile(log.directory / manifest.dump.directory / part.name) as file:
+            with pq.ParquetFile(log.directory / manifest.directory / part.name) as file:
                 for index, fqn in fmt.row_groups(file):
                     # The format has one op in a row group, and its statistics.
                     group = file.metadata.row_group(index)

@@ -45,10 +45,9 @@ def write_state(
 ) -> StateFile:
     """Writes the rows that keys own after a dump into one Parquet file (``STATE_SCHEMA``).
 
-    Rows are streamed: what is in memory are about 26 bytes for each row of the dumps, and no vectors but
-    those just read. The file has a hidden name until it is whole. Rows of a table follow one another, in any
-    order. It holds no fallback rows: what ids without a row get, ``DeltaLog.replay`` knows, or a snapshot
-    of ``publish`` to ``parquet://``.
+    Rows are streamed: no vectors are in memory but those just read. The file has a hidden name until it is
+    whole. The rows of a table follow one another, in any order. It holds no fallback rows: what ids without
+    a row get, ``DeltaLog.replay`` knows, or a snapshot of ``publish`` to ``parquet://``.
 
     Args:
         log: the log.
@@ -66,9 +65,11 @@ def write_state(
     fmt.hidden(path).unlink(missing_ok=True)  # of a run that was killed
     dumps = log.history_upto(upto)
     total = sum(dump.rows for dump in dumps)
-    rows = dict.fromkeys(dumps[-1].tables, 0)
+    rows = {fqn: 0 for fqn in dumps[-1].tables if fqn not in dumps[-1].retired}
     with fmt.ParquetFileWriter(path, STATE_SCHEMA) as file:
         for fqn, keys, vectors in Scan(log, dumps).upserts():
+            if fqn not in rows:
+                continue
             names = pa.repeat(pa.scalar(fqn), len(keys))
             columns = [names, pa.array(keys), fmt.embedding_array(vectors)]
             file.write(pa.Table.from_arrays(columns, schema=STATE_SCHEMA))

@@ -54,8 +54,9 @@ def write_figures(dumps: tuple[DumpFigures, ...], writer: ScalarWriter, prefix: 
         values: dict[str, float] = {
             "bytes": dump.nbytes,
             "stall_ms": 1000 * dump.longest_stall_seconds,
-            "lag_to_commit_ms": 1000 * dump.lag_seconds,
         }
+        if dump.lag_seconds is not None:
+            values["lag_to_commit_ms"] = 1000 * dump.lag_seconds
         for fqn, table in dump.tables.items():
             for name in totals:
                 totals[name] += getattr(table, name)

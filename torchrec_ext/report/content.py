@@ -50,7 +50,7 @@ def key_figures(figures: LogFigures, published: Published | None) -> list[tuple[
     totals = {name: sum(getattr(t, name) for d in dumps for t in d.tables.values()) for name in _COUNTS}
     nbytes = sum(dump.nbytes for dump in dumps)
     stalls = [dump.longest_stall_seconds for dump in dumps]
-    lags = [dump.lag_seconds for dump in dumps]
+    lags = [dump.lag_seconds for dump in dumps if dump.lag_seconds is not None]
     newest = dumps[-1].tables.values()
     held, rows = (sum(getattr(table, name) for table in newest) for name in ("held", "num_embeddings"))
     cards = [
@@ -67,8 +67,9 @@ def key_figures(figures: LogFigures, published: Published | None) -> list[tuple[
         ("Rows held", f"{held / rows:.1%}" if rows else "none", f"{_short(held)} of {_short(rows)}"),
         ("Written", _size(nbytes), f"{_size(nbytes / len(dumps))} a dump"),
         ("Training stood still", _time(sum(stalls)), _share(sum(stalls), dumps)),
-        ("Step to commit", _time(median(lags)), f"{_time(max(lags))} at most"),
     ]
+    if lags:
+        cards.append(("Step to commit", _time(median(lags)), f"{_time(max(lags))} at most"))
     if published is not None:
         cards.append(_card_of(published))
     return cards
@@ -119,17 +120,20 @@ def plotted(figures: LogFigures, published: Published | None, last: int) -> dict
         "committed": [round(dump.committed_unix, 3) for dump in dumps],
         "bytes": [dump.nbytes for dump in dumps],
         "stall": [_digits(dump.longest_stall_seconds) for dump in dumps],
-        "lag": [_digits(dump.lag_seconds) for dump in dumps],
+        "lag": [None if dump.lag_seconds is None else _digits(dump.lag_seconds) for dump in dumps],
         "published": next((n for n, d in enumerate(dumps) if published and d.dump == published.dump), None),
         "tables": {fqn: _columns([dump.tables.get(fqn) for dump in dumps]) for fqn in sorted(figures.tables)},
     }
 
 
 def _labels(dumps: Sequence[DumpFigures]) -> list[str]:
-    """A name for each dump: its step, and its generation if that step comes again."""
+    """A name for each dump: its step, its generation if that step comes again, whether it is a base."""
     steps = [dump.dump.step for dump in dumps]
     again = {step for step in steps if steps.count(step) > 1} if len(set(steps)) < len(steps) else set()
-    return [f"{d.dump.step:,}" + f" (g{d.dump.generation})" * (d.dump.step in again) for d in dumps]
+    return [
+        f"{d.dump.step:,}" + f" (g{d.dump.generation})" * (d.dump.step in again) + " (base)" * d.is_base
+        for d in dumps
+    ]
 
 
 def _columns(told: Sequence[TableFigures | None]) -> dict[str, Any]:

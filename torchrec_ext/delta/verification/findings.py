@@ -25,6 +25,7 @@ Check = Literal[
     "fallback",
     "supersedes",
     "occupancy",
+    "base",
 ]
 """What was looked at when a fault was found."""
 
@@ -57,7 +58,7 @@ class Verification:
 
     Attributes:
         directory: the log.
-        dumps: committed dumps looked at, superseded ones too.
+        dumps: committed dumps looked at, superseded ones and bases too.
         files: Parquet files read.
         rows: rows read.
         nbytes: bytes read.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import FileEntry, Manifest, TableInfo
-from torchrec_ext.delta.verification.findings import Findings
+from torchrec_ext.delta.verification.findings import Check, Findings
 from torchrec_ext.zch.routing import NO_ID
 
 Keys = NDArray[np.int64]
@@ -56,7 +56,7 @@ class DumpRows:
 
     @property
     def _where(self) -> str:
-        return self._manifest.dump.directory
+        return self._manifest.directory
 
     def check_fallbacks(self, entry: FileEntry, path: Path) -> None:
         """Checks a fallback file."""
@@ -153,13 +153,19 @@ class DumpRows:
         if info.key_space == "row":
             outside = (keys < 0) | (keys >= info.num_embeddings)
             add("key", where, f"{fqn}: rows outside of 0 to {info.num_embeddings - 1}", keys[outside])
-        elif info.source == "zch" and len(ranks := self._rank_of[fqn]) == info.num_shards:
+        elif (
+            info.source == "zch"
+            and not self._manifest.is_base
+            and len(ranks := self._rank_of[fqn]) == info.num_shards
+        ):
             # Only of these is it told here: a shard of another kind may be written by another rank.
             of_shard = np.array([ranks[shard] for shard in range(info.num_shards)])
             astray = (of_shard[info.routing.shard_of(keys)] != rank) & (keys != NO_ID)
             add("routing", where, f"{fqn}: keys that route to another rank", keys[astray])
 
     def _check_columns(self, where: str, rank: int, fqn: str, info: TableInfo, rows: pa.RecordBatch) -> None:
+        if self._manifest.is_base:  # its rows are as they were in the dumps that it stands for
+            return
         for column, expected in (
             ("global_step", self._manifest.step),
             ("rank", rank),
@@ -174,7 +180,7 @@ class DumpRows:
         self, where: str, fqn: str, info: TableInfo, owners: Keys, vectors: pa.Array, owner: str
     ) -> None:
         """Checks vectors, of a key each, or of a shard."""
-        check = "embedding" if owner == "key" else "fallback"
+        check: Check = "embedding" if owner == "key" else "fallback"
         lengths = pc.list_value_length(vectors).to_numpy()
         wrong = lengths != info.dim
         self._findings.add_keys(

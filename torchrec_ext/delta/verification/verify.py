@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.chain import in_chain_order, without_superseded
+from torchrec_ext.delta.chain import in_chain_order, void_dumps
 from torchrec_ext.delta.keys import difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, TableInfo
-from torchrec_ext.delta.verification.findings import Findings, Verification
+from torchrec_ext.delta.verification.findings import Check, Findings, Verification
 from torchrec_ext.delta.verification.rows import DumpRows, schema_faults
 from torchrec_ext.errors import DeltaLogError
 
 Keys = NDArray[np.int64]
-_NAMED = re.compile(r"(step_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.*)", re.DOTALL)
+_NAMED = re.compile(r"((?:step|base)_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.*)", re.DOTALL)
 
 
 def verify_log(
@@ -30,8 +30,8 @@ def verify_log(
 ) -> Verification:
     """Looks for faults in a log: in its manifests, their chain, its files and every row.
 
-    Dumps that a trainer is writing, or that a trainer which died left half-written, are no faults. Memory:
-    the keys of each table, and those of one dump.
+    What is being written, or was left half-written by a process that died, is no fault; nor is that
+    ``vacuum`` took the files of superseded dumps. Memory: the keys of each table, and those of one dump.
 
     Args:
         directory: the log.
@@ -42,15 +42,16 @@ def verify_log(
     """
     log = DeltaLog(directory)
     findings = Findings()
-    manifests = _ordered(log, findings)
-    return _Verifier(log, manifests, findings, progress).run()
+    chain, bases = _listed(log, findings)
+    return _Verifier(log, chain, bases, findings, progress).run()
 
 
-def _ordered(log: DeltaLog, findings: Findings) -> list[Manifest]:
-    """The dumps whose manifests can be read, oldest first."""
+def _listed(log: DeltaLog, findings: Findings) -> tuple[list[Manifest], dict[DumpId, Manifest]]:
+    """The dumps whose manifests can be read, oldest first, and the bases, by the last dump in each."""
     manifests: dict[DumpId, Manifest] = {}
+    bases: dict[DumpId, Manifest] = {}
     for entry in sorted(log.directory.iterdir()):
-        if DumpId.from_directory(entry.name) is None:
+        if DumpId.from_directory(entry.name) is None and DumpId.from_base_directory(entry.name) is None:
             continue
         try:
             manifest = log.manifest(entry.name)
@@ -58,63 +59,79 @@ def _ordered(log: DeltaLog, findings: Findings) -> list[Manifest]:
             _add(findings, "manifest", error, entry.name)
         else:
             if manifest is not None:
-                manifests[manifest.dump] = manifest
+                (bases if manifest.is_base else manifests)[manifest.dump] = manifest
     try:
         if not findings.found:  # else there is a gap for sure
-            return in_chain_order(manifests)
+            return in_chain_order(manifests, bases), bases
     except DeltaLogError as error:
         _add(findings, "chain", error, str(log.directory))
-    return [manifests[dump] for dump in sorted(manifests)]
+    return [manifests[dump] for dump in sorted(manifests)], bases
 
 
-def _add(findings: Findings, check: str, error: Exception, where: str) -> None:
+def _add(findings: Findings, check: Check, error: Exception, where: str) -> None:
     """Takes note of what a reader says; it names the place first."""
     named = _NAMED.fullmatch(str(error))
-    findings.add(check, *((named[1], named[2]) if named else (where, str(error))))  # type: ignore[arg-type]
+    findings.add(check, *((named[1], named[2]) if named else (where, str(error))))
 
 
 class _Verifier:
     def __init__(
         self,
         log: DeltaLog,
-        manifests: Sequence[Manifest],
+        chain: Sequence[Manifest],
+        bases: Mapping[DumpId, Manifest],
         findings: Findings,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._log = log
-        self._manifests = manifests
+        self._chain = chain
+        self._bases = {base.dump: base for base in bases.values() if base not in chain}
+        self._void = void_dumps(chain)
         self._findings = findings
         self._progress = progress
-        self._total = sum(manifest.nbytes for manifest in manifests)
-        self._files = self._rows = self._nbytes = 0
+        self._total = sum(manifest.nbytes for manifest in (*chain, *self._bases.values()))
+        self._dumps = self._files = self._rows = self._nbytes = 0
         self._known: dict[str, TableInfo] = {}
         self._held: dict[str, Keys] | None = {}
 
     def run(self) -> Verification:
-        valid = {manifest.dump for manifest in without_superseded(self._manifests)}
         before: Manifest | None = None
-        for manifest in self._manifests:
+        for manifest in self._chain:
             if before is not None and manifest.dump <= before.dump:
-                message = f"follows {before.dump.directory}, which is not older"
-                self._findings.add("chain", manifest.dump.directory, message)
-            self._check_tables(manifest)
-            self._check_strays(manifest)
-            rows = self._check_files(manifest)
+                message = f"follows {before.directory}, which is not older"
+                self._findings.add("chain", manifest.directory, message)
+            rows = self._check_dump(manifest)
             if rows is not None:
-                rows.check_shards()
-                rows.check_sums()
                 self._check_superseded(manifest, rows)
-            if manifest.dump in valid:
+            if not self._is_void(manifest):
                 self._check_occupancy(manifest, rows)
+            if (base := self._bases.pop(manifest.dump, None)) is not None:
+                self._check_base(base, void=self._is_void(manifest))
             before = manifest
+        for base in self._bases.values():  # of dumps that are gone
+            self._check_dump(base)
         return Verification(
             str(self._log.directory),
-            len(self._manifests),
+            self._dumps,
             self._files,
             self._rows,
             self._nbytes,
             tuple(self._findings.found),
         )
+
+    def _is_void(self, manifest: Manifest) -> bool:
+        return manifest.dump in self._void and not manifest.is_base
+
+    def _check_dump(self, manifest: Manifest) -> DumpRows | None:
+        """Checks a dump by itself; its rows, if all of them can be read."""
+        self._dumps += 1
+        self._check_tables(manifest)
+        self._check_strays(manifest)
+        rows = self._check_files(manifest)
+        if rows is not None:
+            rows.check_shards()
+            rows.check_sums()
+        return rows
 
     def _check_tables(self, manifest: Manifest) -> None:
         for fqn, info in manifest.tables.items():
@@ -122,16 +139,16 @@ class _Verifier:
             if (known.dim, known.key_space) != (info.dim, info.key_space):
                 self._findings.add(
                     "table",
-                    manifest.dump.directory,
+                    manifest.directory,
                     f"{fqn} has {info.key_space} keys and dimension {info.dim}, before it had "
                     f"{known.key_space} keys and dimension {known.dim}",
                 )
 
     def _check_strays(self, manifest: Manifest) -> None:
         named = {entry.name for entry in (*manifest.parts, *manifest.fallbacks)} | {MANIFEST_NAME}
-        for path in sorted((self._log.directory / manifest.dump.directory).iterdir()):
+        for path in sorted((self._log.directory / manifest.directory).iterdir()):
             if path.name not in named and not path.name.startswith("."):
-                where = f"{manifest.dump.directory}: {path.name}"
+                where = f"{manifest.directory}: {path.name}"
                 self._findings.add("file", where, "is not of this dump; readers that use a glob take it in")
 
     def _check_files(self, manifest: Manifest) -> DumpRows | None:
@@ -146,10 +163,15 @@ class _Verifier:
         return rows if whole else None
 
     def _check_file(self, manifest: Manifest, entry: FileEntry, rows: DumpRows, schema: pa.Schema) -> bool:
-        where = f"{manifest.dump.directory}: {entry.name}"
+        where = f"{manifest.directory}: {entry.name}"
         self._files += 1
         self._nbytes += entry.nbytes
         try:
+            if (
+                self._is_void(manifest)
+                and not (self._log.directory / manifest.directory / entry.name).exists()
+            ):
+                return False  # vacuum takes them
             path = self._log.checked_path(manifest, entry, schema)
             if faults := schema_faults(path, schema):
                 for fault in faults:
@@ -169,7 +191,7 @@ class _Verifier:
 
     def _check_superseded(self, manifest: Manifest, rows: DumpRows) -> None:
         """Checks that a dump says anew all that those said which it makes void, as far as they are there."""
-        void = [other for other in self._manifests if other.dump in manifest.supersedes]
+        void = [other for other in self._chain if other.dump in manifest.supersedes]
         try:
             history = self._log.history(void)
         except (DeltaLogError, pa.ArrowException):
@@ -177,8 +199,8 @@ class _Verifier:
         for fqn in manifest.tables:
             missing = difference(history.said_of(fqn), rows.said_of(fqn))
             what = f"{fqn}: keys of dumps that it supersedes, of which it says nothing"
-            self._findings.add_keys("supersedes", manifest.dump.directory, what, missing)
-        self._findings.close(manifest.dump.directory)
+            self._findings.add_keys("supersedes", manifest.directory, what, missing)
+        self._findings.close(manifest.directory)
 
     def _check_occupancy(self, manifest: Manifest, rows: DumpRows | None) -> None:
         """Checks that no more keys own a row than there are rows."""
@@ -190,4 +212,15 @@ class _Verifier:
             self._held[fqn] = held = union(held, rows.said_of(fqn, fmt.UPSERT))
             if len(held) > info.num_embeddings:
                 message = f"{fqn}: {len(held)} keys own a row of {info.num_embeddings}: deletes are missing"
-                self._findings.add("occupancy", manifest.dump.directory, message)
+                self._findings.add("occupancy", manifest.directory, message)
+
+    def _check_base(self, base: Manifest, *, void: bool) -> None:
+        """Checks that a base holds the keys that own a row after the dumps that it stands for."""
+        rows = self._check_dump(base)
+        if rows is None or void or self._held is None:
+            return
+        for fqn in base.tables:
+            keys, held = rows.said_of(fqn, fmt.UPSERT), self._held.get(fqn, np.empty(0, np.int64))
+            for what, found in (("missing", difference(held, keys)), ("too many", difference(keys, held))):
+                self._findings.add_keys("base", base.directory, f"{fqn}: keys {what}", found)
+        self._findings.close(base.directory)
