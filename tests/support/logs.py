@@ -64,12 +64,16 @@ class LogWriter:
         directory: is made.
         tables: by FQN.
         seed: of all vectors.
+        lag_seconds: from the training step to the commit.
     """
 
-    def __init__(self, directory: Path, tables: Mapping[str, TableInfo], seed: int = 0) -> None:
+    def __init__(
+        self, directory: Path, tables: Mapping[str, TableInfo], seed: int = 0, *, lag_seconds: float = 0.0
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.directory = directory
         self.tables = {fqn: Table(info) for fqn, info in tables.items()}
+        self._lag_seconds = lag_seconds
         self._rng = np.random.default_rng(seed)
         self._generation = 0
         self._previous: DumpId | None = None
@@ -180,7 +184,7 @@ class LogWriter:
             previous=self._previous,
             world_size=world_size,
             created_unix=now,
-            committed_unix=now,
+            committed_unix=now + self._lag_seconds,
             tables={fqn: table.info for fqn, table in self.tables.items()},
             parts=tuple(parts),
             fallbacks=tuple(fallbacks),

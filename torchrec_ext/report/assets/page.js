@@ -4,9 +4,12 @@ const names = Object.keys(data.tables);
 const rowsOf = (name) => data.tables[name].updated.concat(data.tables[name].admitted).reduce((a, b) => a + (b ?? 0), 0);
 const select = document.getElementById("table");
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const coarse = matchMedia("(pointer: coarse)");
 const SERIES = ["blue", "orange", "teal", "violet", "red", "green", "pink", "gray"];
 // More lines than that nobody can tell apart: those of the tables that change most.
 const busiest = [...names].sort((a, b) => rowsOf(b) - rowsOf(a)).slice(0, SERIES.length).sort();
+
+const LEGEND = 4; // more lines than that are named where one points at them, and by the list of tables
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const faint = (name, alpha) => {
@@ -18,24 +21,44 @@ const chosen = () => (select.value ? [select.value] : names);
 const lines = () => (select.value ? [select.value] : busiest);
 const hueOf = (name) => SERIES[Math.max(0, busiest.indexOf(name))];
 
-/** A first dump may be a thousand times the others: then equal ratios, not differences, are equally far apart. */
-function scale(values) {
-  const positive = values.filter((value) => value > 0).sort((a, b) => a - b);
-  if (positive.length < 3) return "linear";
-  return positive.at(-1) / positive[positive.length >> 1] > 20 ? "log" : "linear";
+const shortNames = names.map((name) => name.slice(name.lastIndexOf(".") + 1));
+const shown = (name) => {
+  const short = name.slice(name.lastIndexOf(".") + 1);
+  return shortNames.filter((other) => other === short).length > 1 ? name : short;
+};
+
+/** A first dump holds every row: the axis is then for the others, and the first is named at its cut. */
+function forTheRest(values, format) {
+  const rest = values.slice(1).map((value) => value ?? 0);
+  const most = Math.max(0, ...rest);
+  if (!most || (values[0] ?? 0) < 4 * most) return {};
+  const text = `first: ${format(values[0])}`;
+  return {
+    top: 1.25 * most,
+    annotations: [{ x: 0, y: 1, yref: "paper", yanchor: "top", xanchor: "left", xshift: 12, text, showarrow: false }],
+  };
+}
+
+function seconds(value) {
+  for (const [unit, factor] of [["s", 1], ["ms", 1e3]]) {
+    if (value * factor >= 1) return `${Number((value * factor).toPrecision(3))} ${unit}`;
+  }
+  return `${Number((value * 1e6).toPrecision(3))} µs`;
 }
 
 function draw(id, traces, yaxis = {}, extra = {}) {
   const font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("muted") };
   const axis = { gridcolor: color("grid"), linecolor: color("line"), zerolinecolor: color("line"), automargin: true };
-  const labelled = traces.filter((trace) => trace.showlegend !== false).length > 1;
+  const count = traces.filter((trace) => trace.showlegend !== false).length;
+  const labelled = count > 1 && count <= LEGEND;
   const layout = {
     font,
     autosize: true,
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 44, r: 8, t: labelled ? 30 : 10, b: 40 },
+    margin: { l: 44, r: 8, t: labelled ? 30 : extra.annotations?.length ? 20 : 10, b: 40 },
     hovermode: "x unified",
+    dragmode: coarse.matches ? false : "zoom", // a finger scrolls the page
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { ...font, color: color("text") } },
     showlegend: labelled,
     legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom" },
@@ -82,13 +105,18 @@ function drawRows() {
     below("evicted", "evicted", "red"),
     below("other deletes", "deleted", "orange"),
   ];
-  draw("rows", traces.filter((trace) => trace.y.some(Boolean)), { rangemode: "normal", tickformat: "~s" }, { barmode: "relative" });
+  const up = sum([of("updated"), of("admitted")]);
+  const down = sum([of("evicted"), of("deleted")]);
+  const { top, annotations } = forTheRest(up, (rows) => `${rows.toLocaleString("en")} rows`);
+  const range = top === undefined ? {} : { range: [Math.min(-1.1 * Math.max(...down), -0.02 * top), top] };
+  const yaxis = { rangemode: "normal", tickformat: "~s", ...range };
+  draw("rows", traces.filter((trace) => trace.y.some(Boolean)), yaxis, { barmode: "relative", annotations });
 }
 
 /** One table: its median, where most values lie, and the largest. All: their medians. */
 function drawSpread(id, what) {
   if (names.length > 1 && !select.value) {
-    const traces = lines().map((name) => line(name, data.tables[name][what].p50, hueOf(name)));
+    const traces = lines().map((name) => line(shown(name), data.tables[name][what].p50, hueOf(name)));
     draw(id, traces, { title: { text: "median", standoff: 4 } });
     return;
   }
@@ -96,7 +124,7 @@ function drawSpread(id, what) {
   const edge = { mode: "lines", line: { width: 0 }, showlegend: false };
   draw(id, [
     line("10th percentile", spread.p10, "blue", edge),
-    line("90th percentile", spread.p90, "blue", { ...edge, fill: "tonexty", fillcolor: faint("blue", 0.18) }),
+    line("10 to 90 %", spread.p90, "blue", { ...edge, showlegend: true, fill: "tonexty", fillcolor: faint("blue", 0.18) }),
     line("median", spread.p50, "blue"),
     line("largest", spread.max, "orange", { mode: "lines", line: { color: color("orange"), width: 1.5, dash: "dot" } }),
   ]);
@@ -106,7 +134,7 @@ function drawOccupancy() {
   const traces = lines().map((name) => {
     const table = data.tables[name];
     const share = table.held.map((held, n) => (held === null ? null : held / table.num_embeddings[n]));
-    return line(name, share, hueOf(name), {
+    return line(shown(name), share, hueOf(name), {
       customdata: table.held, hovertemplate: "%{y:.1%} (%{customdata:,} rows)",
     });
   });
@@ -114,21 +142,30 @@ function drawOccupancy() {
 }
 
 function drawCosts() {
-  const seconds = { ticksuffix: "s", tickformat: "~s" };
+  const time = { ticksuffix: "s", tickformat: "~s" };
   const template = { hovertemplate: "%{y:.3~s}s" };
-  draw("stall", [bars("stood still", data.stall, "violet", template)], { ...seconds, type: scale(data.stall) });
-  draw("bytes", [bars("written", data.bytes, "teal", { hovertemplate: "%{y:,} bytes" })], { tickformat: "~s", ticksuffix: "B", type: scale(data.bytes) });
+  const cost = (id, trace, axis, format, extra = {}) => {
+    const { top, annotations = [] } = forTheRest(trace.y, format);
+    const range = top === undefined ? {} : { range: [0, top] };
+    const above = annotations.map((note) => ({ ...note, yanchor: "bottom", xshift: -6 }));
+    draw(id, [trace], { ...axis, ...range }, { ...extra, annotations: [...above, ...(extra.annotations ?? [])] });
+  };
+  cost("stall", bars("stood still", data.stall, "violet", template), time, seconds);
+  cost("bytes", bars("written", data.bytes, "teal", { hovertemplate: "%{y:,} bytes" }), { tickformat: "~s", ticksuffix: "B" },
+    (bytes) => `${bytes.toLocaleString("en")} bytes`);
   const at = data.published;
   const mark = at === null ? {} : {
     shapes: [{ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", line: { color: color("teal"), width: 2, dash: "dot" } }],
     annotations: [{ x: at, y: 1, yref: "paper", text: "published", showarrow: false, xanchor: "right", xshift: -5, font: { color: color("teal") } }],
   };
-  draw("lag", [line("step to commit", data.lag, "blue", template)], { ...seconds, type: scale(data.lag) }, mark);
+  cost("lag", line("step to commit", data.lag, "blue", template), time, seconds, mark);
 }
 
 function drawTables() {
   for (const button of document.querySelectorAll("[data-table]")) {
-    button.setAttribute("aria-pressed", String(button.dataset.table === select.value));
+    const name = button.dataset.table;
+    button.setAttribute("aria-pressed", String(name === select.value));
+    button.style.setProperty("--swatch", busiest.includes(name) ? `var(--${hueOf(name)})` : "transparent");
   }
   drawRows();
   drawOccupancy();
