@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tests.support.logs import LogWriter, dense, zch
+from torchrec_ext.delta import compact
 from torchrec_ext.delta.manifest import sealed
 from torchrec_ext.delta.verification import Check
 
@@ -26,6 +27,7 @@ FIRST, SECOND, THIRD, RESTARTED = (
     "step_000000000025.g0001",
 )
 PART, OTHER_PART = "part_00000_of_00002.parquet", "part_00001_of_00002.parquet"
+BASE, BASE_PART = "base_000000000025.g0001", "part_00000_of_00001.parquet"
 FALLBACK = "fallback_00000_of_00002.parquet"
 
 
@@ -192,6 +194,11 @@ def stray(directory: Path) -> None:
     shutil.copy(directory / FIRST / PART, directory / FIRST / "part_00000_of_00001.parquet")
 
 
+def base_without_a_key(directory: Path) -> None:
+    compact(directory)
+    rewrite(directory, BASE, BASE_PART, lambda rows: rows.filter(pc.field("key_id") != 5), more_upserts=-1)
+
+
 def changed_dim(m: dict[str, Any]) -> None:
     m["tables"]["ebc.rows"]["key_space"] = "raw"
 
@@ -348,4 +355,5 @@ FAULTS: dict[str, Fault] = {
         forget_a_key, "supersedes", RESTARTED, "of which it says nothing: 1 row, key 33"
     ),
     "more-keys-than-rows": Fault(manifest(few_rows), "occupancy", FIRST, "4 keys own a row of 3"),
+    "base-without-a-key": Fault(base_without_a_key, "base", BASE, "mc.t0: keys missing: 1 row, key 5"),
 }

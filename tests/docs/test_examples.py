@@ -19,6 +19,8 @@ QUERIES = [block for page in PAGES for block in blocks_of(page, "sql")]
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")])
 def test_examples_run(page: str, tmp_path: Path) -> None:
+    if page == "docs/report.md":
+        pytest.importorskip("plotly", reason="the extra report is not installed")
     if page == "docs/publish.md":
         for extra in ("redis", "deltalake"):
             pytest.importorskip(extra, reason=f"the extra {extra} is not installed")

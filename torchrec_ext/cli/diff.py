@@ -51,11 +51,10 @@ def command(directory: Path, before: int, after: int, only: str | None, top: int
     before; it moved if it owns one at both and its vector is another: how far is the L2 norm of the
     difference. The exit code is 0 whatever is found, 2 if DIR cannot be read.
     """
-    from torchrec_ext.delta.difference import diff_log
-    from torchrec_ext.delta.log import DeltaLog
+    from torchrec_ext.delta import diff_log
 
     with user_errors(), progress("comparing", unit="rows") as shown:
-        difference = diff_log(DeltaLog(directory), before, after, progress=shown)
+        difference = diff_log(directory, before, after, progress=shown)
         tables = difference.tables
         if only is not None:
             if only not in tables:

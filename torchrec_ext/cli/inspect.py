@@ -46,11 +46,10 @@ def command(directory: Path, last: int, all_dumps: bool, as_json: bool) -> None:
     Reads manifests and footers only, so that it is quick however large DIR is; `verify` reads all. JSON has
     all dumps. The exit code is 0, or 2 if DIR cannot be read.
     """
-    from torchrec_ext.delta.log import DeltaLog
-    from torchrec_ext.delta.overview import inspect_log
+    from torchrec_ext.delta import inspect_log
 
     with user_errors():
-        overview = inspect_log(DeltaLog(directory))
+        overview = inspect_log(directory)
     if as_json:
         print_json(overview)
         return

@@ -43,12 +43,11 @@ def command(directory: Path, out: Path, upto: int | None, as_json: bool) -> None
 
     The exit code is 0, or 2 if DIR cannot be read or the file cannot be written.
     """
-    from torchrec_ext.delta.log import DeltaLog
-    from torchrec_ext.delta.state_file import write_state
+    from torchrec_ext.delta import write_state
 
     new_file(out)
     with user_errors(), progress("writing", unit="rows") as shown:
-        written = write_state(DeltaLog(directory), out, upto, progress=shown)
+        written = write_state(directory, out, upto, progress=shown)
     if as_json:
         print_json(written)
         return

@@ -36,7 +36,7 @@ def command(context: click.Context, directory: Path, as_json: bool) -> None:
 
     The exit code is 0 if nothing is wrong, 1 if there are findings, 2 if DIR cannot be read.
     """
-    from torchrec_ext.delta.verification import verify_log
+    from torchrec_ext.delta import verify_log
 
     with user_errors(), progress("reading") as shown:
         found = verify_log(directory, progress=shown)
@@ -45,7 +45,8 @@ def command(context: click.Context, directory: Path, as_json: bool) -> None:
     else:
         for finding in found.findings:
             click.echo(f"FINDING  {finding}")
-        verdict = f"{len(found.findings)} findings" if found.findings else "clean"
+        count = len(found.findings)
+        verdict = f"{count} finding{'s' * (count > 1)}" if count else "clean"
         click.echo(
             f"{verdict}; read {found.dumps:,} dumps, {found.files:,} files, {found.rows:,} rows, "
             f"{size(found.nbytes)}"

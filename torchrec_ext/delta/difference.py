@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class LogDifference:
 
 
 def diff_log(
-    log: DeltaLog,
+    log: DeltaLog | str | os.PathLike[str],
     before: int,
     after: int,
     *,
@@ -63,7 +64,7 @@ def diff_log(
     Memory: about the keys and vectors of the rows that changed in between.
 
     Args:
-        log: the log.
+        log: a dump directory.
         before: a step; the newest dump at or before it counts, as in ``DeltaLog.replay``.
         after: a later step, likewise.
         progress: is told how many rows of how many have been read.
@@ -72,6 +73,7 @@ def diff_log(
         ValueError: ``after`` is not the later step.
         DeltaLogError: nothing is committed up to one of the steps, or a file is missing or damaged.
     """
+    log = DeltaLog.of(log)
     if before > after:
         raise ValueError(f"step {before} is later than step {after}: name the earlier one first")
     earlier = log.history_upto(before)

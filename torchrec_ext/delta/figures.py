@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -115,7 +116,7 @@ class LogFigures:
 
 
 def figures_of(
-    log: DeltaLog,
+    log: DeltaLog | str | os.PathLike[str],
     *,
     sampled_keys: int = SAMPLED_KEYS,
     progress: Callable[[int, int], None] | None = None,
@@ -125,13 +126,14 @@ def figures_of(
     Memory: the keys of each table, and the vectors of ``sampled_keys`` of them.
 
     Args:
-        log: the log.
+        log: a dump directory.
         sampled_keys: of how many keys of a table to follow the vectors; 0: of none.
         progress: is told how many rows of how many have been read.
 
     Raises:
         DeltaLogError: the log is broken, or a file of it is missing or damaged.
     """
+    log = DeltaLog.of(log)
     chain = log.dumps(superseded=True)
     dumps = log.dumps()
     tables = {fqn: info for dump in dumps for fqn, info in dump.tables.items()}

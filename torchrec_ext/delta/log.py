@@ -61,6 +61,11 @@ class DeltaLog:
             raise DeltaLogError(f"{self.directory}: no such directory")
         self._verified: set[tuple[str, str]] = set()
 
+    @staticmethod
+    def of(log: DeltaLog | str | os.PathLike[str]) -> DeltaLog:
+        """The log itself, or that in a directory."""
+        return log if isinstance(log, DeltaLog) else DeltaLog(log)
+
     def dumps(self, *, superseded: bool = False) -> list[Manifest]:
         """The committed dumps, oldest first.
 

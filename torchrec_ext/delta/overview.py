@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -109,13 +110,14 @@ class LogOverview:
         return sum(dump.nbytes for dump in (*self.dumps, *self.bases))
 
 
-def inspect_log(log: DeltaLog) -> LogOverview:
+def inspect_log(log: DeltaLog | str | os.PathLike[str]) -> LogOverview:
     """Tells what is in a log.
 
     Raises:
         DeltaLogError: a manifest is damaged, the chain of dumps is broken, or a file is missing or is not
             Parquet. Whether the rows are as they should be is for ``verify_log`` to say.
     """
+    log = DeltaLog.of(log)
     manifests, bases = log.listing()
     valid = without_superseded(manifests)
     tables = {fqn: info for manifest in manifests for fqn, info in manifest.tables.items()}

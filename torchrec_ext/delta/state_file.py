@@ -37,7 +37,7 @@ class StateFile:
 
 
 def write_state(
-    log: DeltaLog,
+    log: DeltaLog | str | os.PathLike[str],
     path: str | os.PathLike[str],
     upto: int | None = None,
     *,
@@ -50,7 +50,7 @@ def write_state(
     a row get, ``DeltaLog.replay`` knows, or a snapshot of ``publish`` to ``parquet://``.
 
     Args:
-        log: the log.
+        log: a dump directory.
         path: the file, which must not be there.
         upto: as in ``DeltaLog.replay``.
         progress: is told how many rows of how many have been looked at.
@@ -59,6 +59,7 @@ def write_state(
         DeltaLogError: nothing is committed up to there, or a file is missing or damaged.
         FileExistsError: the file is there already.
     """
+    log = DeltaLog.of(log)
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} is there already: remove it, or name another file")

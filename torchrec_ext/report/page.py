@@ -52,7 +52,7 @@ def write_report(
     if last < 1:
         raise ValueError(f"last is {last}; a report shows at least one dump")
     library = _plotly()  # first: reading the log may take long
-    log = log if isinstance(log, DeltaLog) else DeltaLog(log)
+    log = DeltaLog.of(log)
     published = None if sink is None else published_at(sink, log.dumps())
     figures = figures_of(log, progress=progress)
     if not figures.dumps:

@@ -24,7 +24,7 @@ _NAMED = re.compile(r"((?:step|base)_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.
 
 
 def verify_log(
-    directory: str | os.PathLike[str],
+    log: DeltaLog | str | os.PathLike[str],
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
@@ -34,13 +34,13 @@ def verify_log(
     ``vacuum`` took the files of superseded dumps. Memory: the keys of each table, and those of one dump.
 
     Args:
-        directory: the log.
+        log: a dump directory.
         progress: is told how many bytes of how many have been read.
 
     Raises:
         DeltaLogError: there is no such directory.
     """
-    log = DeltaLog(directory)
+    log = DeltaLog.of(log)
     findings = Findings()
     chain, bases = _listed(log, findings)
     return _Verifier(log, chain, bases, findings, progress).run()
