@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from tests.publish.fidelity import check
 from tests.support.logs import TABLES, LogWriter
+from torchrec_ext.cli import main
 from torchrec_ext.delta import DeltaLog, DeltaLogError
 from torchrec_ext.publish import (
     Change,
@@ -28,7 +29,6 @@ from torchrec_ext.publish import (
     open_sink,
     publish,
 )
-from torchrec_ext.cli import main
 from torchrec_ext.publish.sink import without_credentials
 
 
