@@ -220,9 +220,11 @@ def _pending(dumps: list[Manifest], position: Position | None, sink: Sink) -> li
     if position is not None:
         start = next((n for n, dump in enumerate(dumps, 1) if position_of(dump) == position), 0)
         if not start:
+            base = dumps[0].directory if dumps and dumps[0].is_base else ""
+            gone = f"compacted into {base} and vacuumed" if base else "removed"
             raise PublishError(
                 f"{sink} holds {position}, which is not in this log: it was published from another log, or "
-                "its dump was removed. Publish this log to another place, or publish it with restart=True "
+                f"its dump was {gone}. Publish this log to another place, or publish it with restart=True "
                 "(torchrec-ext publish --restart): that writes everything anew and takes away the rest"
             )
     return without_superseded(dumps[start:])  # a dump is made void by later ones only
