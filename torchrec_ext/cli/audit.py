@@ -11,10 +11,10 @@ from torchrec_ext.cli.output import UserError, json_option, progress, user_error
 
 _EXAMPLES = """\b
 Examples:
-  torchrec-ext audit checkpoints/1000
-  torchrec-ext audit model.pt --json | jq .findings
+  torchrec-ext audit model.pt
+  torchrec-ext audit model.pt --json > audited.json
   torchrec-ext audit model.pt --exclude attention.mask
-  torchrec-ext audit checkpoints/1000 --repair checkpoints/1000.repaired
+  torchrec-ext audit model.pt --repair repaired.pt
 """
 
 

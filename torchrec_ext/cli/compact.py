@@ -19,7 +19,7 @@ from torchrec_ext.cli.output import (
 _EXAMPLES = """\b
 Examples:
   torchrec-ext compact deltas/
-  torchrec-ext compact deltas/ --upto 4000
+  torchrec-ext compact deltas/ --upto 40
   torchrec-ext compact deltas/ && torchrec-ext vacuum deltas/ --keep 7d
 """
 

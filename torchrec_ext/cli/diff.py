@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\b
 Examples:
-  torchrec-ext diff deltas/ 1000 2000
-  torchrec-ext diff deltas/ 1000 2000 --table mc.user_table --top 50
-  torchrec-ext diff deltas/ 1000 2000 --json | jq '.tables["mc.user_table"].went'
+  torchrec-ext diff deltas/ 20 60
+  torchrec-ext diff deltas/ 20 60 --table mc.user_table --top 50
+  torchrec-ext diff deltas/ 20 60 --json > moved.json
 """
 
 

@@ -29,7 +29,7 @@ _EXAMPLES = """\b
 Examples:
   torchrec-ext inspect deltas/
   torchrec-ext inspect deltas/ --all
-  torchrec-ext inspect deltas/ --json | jq '.dumps[-1].lag_seconds'
+  torchrec-ext inspect deltas/ --json > inspected.json
 """
 
 

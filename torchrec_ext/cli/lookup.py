@@ -12,7 +12,7 @@ _EXAMPLES = """\b
 Examples:
   torchrec-ext lookup deltas/ mc.user_table 17 42
   torchrec-ext lookup redis://localhost:6379/0 mc.user_table 17 -- -3
-  torchrec-ext lookup deltas/ mc.user_table 17 --json | jq .embedding
+  torchrec-ext lookup deltas/ mc.user_table 17 42 --json > vectors.jsonl
 """
 
 

@@ -20,7 +20,7 @@ _EXAMPLES = """\b
 Examples:
   torchrec-ext publish deltas/ redis://localhost:6379/0 --follow
   torchrec-ext publish deltas/ parquet://snapshots/today
-  torchrec-ext publish deltas/ unix:///run/redis.sock --json | tee published.jsonl
+  torchrec-ext publish deltas/ parquet://snapshots/today --json > published.jsonl
 """
 
 

@@ -19,8 +19,7 @@ from torchrec_ext.cli.output import (
 _EXAMPLES = """\b
 Examples:
   torchrec-ext replay deltas/ --out state.parquet
-  torchrec-ext replay deltas/ --upto 4000 --out at_4000.parquet
-  duckdb -c "select table_fqn, count(*) from 'state.parquet' group by all"
+  torchrec-ext replay deltas/ --upto 40 --out at_40.parquet
 """
 
 

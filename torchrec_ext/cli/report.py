@@ -20,7 +20,7 @@ _EXAMPLES = """\b
 Examples:
   torchrec-ext report deltas/ --out report.html
   torchrec-ext report deltas/ --sink redis://localhost:6379/0
-  torchrec-ext report deltas/ --json | jq '.dumps[-1].tables'
+  torchrec-ext report deltas/ --json > figures.json
 """
 
 

@@ -15,7 +15,7 @@ from torchrec_ext.cli.output import UserError, user_errors
 _EXAMPLES = """\b
 Examples:
   torchrec-ext serve-store file:///data/rows --listen grpc://0.0.0.0:8815 --token-file token
-  torchrec-ext serve-store --listen grpc+tls://0.0.0.0:8815 --tls-cert cert.pem --tls-key key.pem
+  torchrec-ext serve-store --ready-file url
 """
 
 

@@ -19,8 +19,8 @@ from torchrec_ext.cli.output import (
 _EXAMPLES = """\b
 Examples:
   torchrec-ext verify deltas/
-  torchrec-ext verify deltas/ --json | jq -r '.findings[].message'
-  torchrec-ext verify deltas/ && torchrec-ext publish deltas/ redis://localhost:6379/0
+  torchrec-ext verify deltas/ --json > findings.json
+  torchrec-ext verify deltas/ && torchrec-ext publish deltas/ parquet://snapshots/today
 """
 
 
