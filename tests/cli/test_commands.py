@@ -213,7 +213,7 @@ def test_each_command_has_help_with_examples_that_the_documentation_shows(name: 
 def test_commands_take_the_arguments_of_their_examples() -> None:
     for name, command in COMMANDS.items():
         for line in (command.epilog or "").splitlines():
-            words = line.split("|")[0].split("&&")[0].split()
+            words = re.split(r"&&|>", line)[0].split()
             if words[:2] == ["torchrec-ext", name]:
                 command.make_context(name, words[2:])
 
