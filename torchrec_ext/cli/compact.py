@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from torchrec_ext.cli.output import (
@@ -36,7 +34,7 @@ Examples:
     help="Compare keys within this much memory, in several passes if need be.",
 )
 @json_option
-def command(directory: Path, upto: int | None, memory: float, as_json: bool) -> None:
+def command(directory: str, upto: int | None, memory: float, as_json: bool) -> None:
     """Writes a base into DIR: one dump that holds what many do, so that replaying reads less.
 
     Nothing is removed: `vacuum` does that. Training, publishing and reading may go on meanwhile. One that was

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,7 +43,7 @@ Examples:
     help="Ids to list of each kind.",
 )
 @json_option
-def command(directory: Path, before: int, after: int, only: str | None, top: int, as_json: bool) -> None:
+def command(directory: str, before: int, after: int, only: str | None, top: int, as_json: bool) -> None:
     """Shows, per table, which ids came, went and moved how far in DIR, from step BEFORE to step AFTER.
 
     Of each step counts the newest dump at or before it. An id came if it owns a row after and did not

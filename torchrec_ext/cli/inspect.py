@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -40,7 +39,7 @@ Examples:
 )
 @click.option("--all", "all_dumps", is_flag=True, help="List all dumps.")
 @json_option
-def command(directory: Path, last: int, all_dumps: bool, as_json: bool) -> None:
+def command(directory: str, last: int, all_dumps: bool, as_json: bool) -> None:
     """Shows what is in DIR: dumps, tables, rows by op, bytes, and how long after its step each was committed.
 
     Reads manifests and footers only, so that it is quick however large DIR is; `verify` reads all. JSON has

@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 _PIPED_WIDTH = 400  # columns where there is no terminal: nothing may be cut off for a program
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+directory_argument = click.argument("directory", metavar="DIR")
 
 
 class UserError(click.ClickException):

@@ -6,7 +6,6 @@ import json
 import logging
 import signal
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,7 +47,7 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per change, on standard output.")
 def command(
-    directory: Path,
+    directory: str,
     url: str,
     follow: bool,
     on_delete: Any,

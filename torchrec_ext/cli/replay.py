@@ -34,7 +34,7 @@ Examples:
 )
 @click.option("--upto", type=int, metavar="STEP", help="The last step to take in.  [default: the newest]")
 @json_option
-def command(directory: Path, out: Path, upto: int | None, as_json: bool) -> None:
+def command(directory: str, out: Path, upto: int | None, as_json: bool) -> None:
     """Writes the rows that keys own after the newest dump in DIR into one Parquet file.
 
     Its columns are table_fqn, key_id and embedding. Keys without a row are not in it: to have what the model

@@ -44,7 +44,7 @@ Examples:
     help="Of how many of the newest dumps to draw the figures.",
 )
 @json_option
-def command(directory: Path, out: Path, sink: str | None, last: int, as_json: bool) -> None:
+def command(directory: str, out: Path, sink: str | None, last: int, as_json: bool) -> None:
     """Draws DIR as one HTML page that needs no network.
 
     It shows rows upserted, deleted and evicted per dump, bytes, how long training stood still, how long

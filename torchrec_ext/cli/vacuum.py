@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import click
 
@@ -54,9 +53,7 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
 @json_option
-def command(
-    directory: Path, keep: float, keep_dumps: int, grace: float, dry_run: bool, as_json: bool
-) -> None:
+def command(directory: str, keep: float, keep_dumps: int, grace: float, dry_run: bool, as_json: bool) -> None:
     """Removes dumps from DIR that a base stands for, and the rows of superseded dumps.
 
     It removes nothing where there is no base: run `compact` first.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from torchrec_ext.cli.output import (
@@ -28,7 +26,7 @@ Examples:
 @directory_argument
 @json_option
 @click.pass_context
-def command(context: click.Context, directory: Path, as_json: bool) -> None:
+def command(context: click.Context, directory: str, as_json: bool) -> None:
     """Looks for faults in DIR: reads every manifest, file and row, and tells all that is wrong.
 
     Checks checksums, the chain of dumps, schemas, counts, keys, ops, vectors, fallback rows and routing.

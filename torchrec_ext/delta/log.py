@@ -130,6 +130,25 @@ class DeltaLog:
             raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
         return Manifest.from_json(data, name)
 
+    def entries(self, folder: str = "") -> list[str]:
+        """The names of what lies in the directory, or in that of a dump; sorted."""
+        return sorted(os.listdir(self.directory / folder))
+
+    def opened(self, dump: Manifest, entry: FileEntry) -> pq.ParquetFile:
+        """One of a dump's files, as it is: nothing of it is compared with the manifest.
+
+        Raises:
+            DeltaLogError: it is missing, or is not Parquet.
+        """
+        where = f"{dump.directory}: {entry.name}"
+        try:
+            path = _no_symlink(self.directory / dump.directory / entry.name)
+            return pq.ParquetFile(path, memory_map=True)
+        except FileNotFoundError as error:
+            raise DeltaLogError(f"{where} is missing") from error
+        except (pa.ArrowException, OSError) as error:
+            raise DeltaLogError(f"{where} cannot be read: {error}") from error
+
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
 

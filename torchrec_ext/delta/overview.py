@@ -7,9 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import without_superseded
 from torchrec_ext.delta.log import DeltaLog
@@ -151,12 +148,12 @@ def inspect_log(log: DeltaLog | str | os.PathLike[str]) -> LogOverview:
             for fqn, info in sorted(tables.items())
         ),
         uncommitted=tuple(
-            entry.name
-            for entry in sorted(log.directory.iterdir())
-            if DumpId.from_directory(entry.name)
-            and entry.name not in committed
+            name
+            for name in log.entries()
+            if DumpId.from_directory(name)
+            and name not in committed
             # One beside the chain is committed, though it counts for nothing.
-            and log.manifest(entry.name) is None
+            and log.manifest(name) is None
         ),
     )
 
@@ -184,15 +181,13 @@ def _rows_by_op(log: DeltaLog, manifest: Manifest) -> Counter[tuple[str, str]]:
     rows: Counter[tuple[str, str]] = Counter()
     for part in manifest.parts:
         where = f"{manifest.directory}: {part.name}"
-        try:
-            with pq.ParquetFile(log.directory / manifest.directory / part.name) as file:
+        with log.opened(manifest, part) as file:
+            try:
                 for index, fqn in fmt.row_groups(file):
                     # The format has one op in a row group, and its statistics.
                     group = file.metadata.row_group(index)
                     statistics = group.column(file.schema_arrow.names.index("op")).statistics
                     rows[fqn, statistics.min] += group.num_rows
-        except FileNotFoundError as error:
-            raise DeltaLogError(f"{where} is missing") from error
-        except (pa.ArrowException, OSError, ValueError, AttributeError) as error:
-            raise DeltaLogError(f"{where} cannot be read: {error}") from error
+            except (ValueError, AttributeError) as error:
+                raise DeltaLogError(f"{where} is not as the format says: {error}") from error
     return rows

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.scan import Scan
+from torchrec_ext.files import sync
 
 STATE_SCHEMA = pa.schema([fmt.PART_SCHEMA.field(name) for name in ("table_fqn", "key_id", "embedding")])
 """A key of a table, and its vector."""
@@ -63,18 +65,36 @@ def write_state(
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} is there already: remove it, or name another file")
-    fmt.hidden(path).unlink(missing_ok=True)  # of a run that was killed
+    hidden = path.with_name(f".{path.name}.tmp")
     dumps = log.history_upto(upto)
     total = sum(dump.rows for dump in dumps)
     rows = {fqn: 0 for fqn in dumps[-1].tables if fqn not in dumps[-1].retired}
-    with fmt.ParquetFileWriter(path, STATE_SCHEMA) as file:
-        for fqn, keys, vectors in Scan(log, dumps).upserts():
-            if fqn not in rows:
-                continue
-            names = pa.repeat(pa.scalar(fqn), len(keys))
-            columns = [names, pa.array(keys), fmt.embedding_array(vectors)]
-            file.write(pa.Table.from_arrays(columns, schema=STATE_SCHEMA))
-            rows[fqn] += len(keys)
-            if progress is not None:
-                progress(sum(rows.values()), total)
-    return StateFile(str(path), dumps[-1].step, dumps[-1].generation, rows, file.nbytes)
+    try:
+        with _writer(hidden) as file:
+            for fqn, keys, vectors in Scan(log, dumps).upserts():
+                if fqn not in rows:
+                    continue
+                names = pa.repeat(pa.scalar(fqn), len(keys))
+                columns = [names, pa.array(keys), fmt.embedding_array(vectors)]
+                file.write_table(pa.Table.from_arrays(columns, schema=STATE_SCHEMA))
+                rows[fqn] += len(keys)
+                if progress is not None:
+                    progress(sum(rows.values()), total)
+        sync(hidden)
+        hidden.rename(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    return StateFile(str(path), dumps[-1].step, dumps[-1].generation, rows, path.stat().st_size)
+
+
+def _writer(path: Path) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        path,
+        STATE_SCHEMA,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=["table_fqn"],
+        use_byte_stream_split=["embedding.list.element"],
+        store_schema=False,
+    )

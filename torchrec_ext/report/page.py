@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from string import Template
 
 from torchrec_ext import __version__
@@ -75,10 +75,13 @@ def _plotly() -> str:
 def _page(figures: LogFigures, published: Published | None, last: int, library: str) -> str:
     assets = files("torchrec_ext.report").joinpath("assets")
     read = {name: assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js")}
+    where = figures.directory
+    if "://" not in where:
+        where = str(Path(where).absolute())
     first, newest = figures.dumps[0], figures.dumps[-1]
     return Template(read["page.html"]).substitute(
-        title=html.escape(Path(figures.directory).absolute().name),
-        directory=html.escape(str(Path(figures.directory).absolute())),
+        title=html.escape(PurePosixPath(where).name),
+        directory=html.escape(where),
         dumps=_count(len(figures.dumps), "dump"),
         steps=f"step {first.dump.step:,} to {newest.dump.step:,}",
         begun=_moment(first.created_unix),

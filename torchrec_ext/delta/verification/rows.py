@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +19,9 @@ Keys = NDArray[np.int64]
 _ROWS = 1 << 15  # in a piece
 
 
-def schema_faults(path: Path, schema: pa.Schema) -> list[str]:
+def schema_faults(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
     """What is wrong with a file's columns."""
-    with pq.ParquetFile(path) as file:
-        found = file.schema_arrow
+    found = file.schema_arrow
     faults = []
     for field in schema:
         place = found.get_field_index(field.name)
@@ -58,11 +56,10 @@ class DumpRows:
     def _where(self) -> str:
         return self._manifest.directory
 
-    def check_fallbacks(self, entry: FileEntry, path: Path) -> None:
+    def check_fallbacks(self, entry: FileEntry, file: pq.ParquetFile) -> None:
         """Checks a fallback file."""
         where = f"{self._where}: {entry.name}"
-        with pq.ParquetFile(path, memory_map=True) as file:
-            rows = file.read()
+        rows = file.read()
         self.rows += len(rows)
         for fqn in rows["table_fqn"].unique().to_pylist():
             info = self._manifest.tables.get(fqn)
@@ -97,22 +94,19 @@ class DumpRows:
                     )
                     self._findings.add("fallback", self._where, message)
 
-    def check_part(self, entry: FileEntry, path: Path) -> None:
+    def check_part(self, entry: FileEntry, file: pq.ParquetFile) -> None:
         """Checks a part file."""
         where = f"{self._where}: {entry.name}"
-        with pq.ParquetFile(path, memory_map=True) as file:
-            for index in range(file.num_row_groups):
-                names: set[str] = set()
-                for batch in file.iter_batches(_ROWS, row_groups=[index]):
-                    self.rows += len(batch)
-                    names |= set(batch["table_fqn"].unique().to_pylist())
-                    for fqn in batch["table_fqn"].unique().to_pylist():
-                        self._check_rows(
-                            where, entry.rank, fqn, batch.filter(pc.equal(batch["table_fqn"], fqn))
-                        )
-                if len(names) > 1:
-                    message = f"row group {index} holds rows of {len(names)} tables: {sorted(names)}"
-                    self._findings.add("row-group", where, message)
+        for index in range(file.num_row_groups):
+            names: set[str] = set()
+            for batch in file.iter_batches(_ROWS, row_groups=[index]):
+                self.rows += len(batch)
+                names |= set(batch["table_fqn"].unique().to_pylist())
+                for fqn in batch["table_fqn"].unique().to_pylist():
+                    self._check_rows(where, entry.rank, fqn, batch.filter(pc.equal(batch["table_fqn"], fqn)))
+            if len(names) > 1:
+                message = f"row group {index} holds rows of {len(names)} tables: {sorted(names)}"
+                self._findings.add("row-group", where, message)
         self._findings.close(where)
 
     def check_sums(self) -> None:

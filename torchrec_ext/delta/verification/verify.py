@@ -50,13 +50,13 @@ def _listed(log: DeltaLog, findings: Findings) -> tuple[list[Manifest], dict[Dum
     """The dumps whose manifests can be read, oldest first, and the bases, by the last dump in each."""
     manifests: dict[DumpId, Manifest] = {}
     bases: dict[DumpId, Manifest] = {}
-    for entry in sorted(log.directory.iterdir()):
-        if DumpId.from_directory(entry.name) is None and DumpId.from_base_directory(entry.name) is None:
+    for name in log.entries():
+        if DumpId.from_directory(name) is None and DumpId.from_base_directory(name) is None:
             continue
         try:
-            manifest = log.manifest(entry.name)
+            manifest = log.manifest(name)
         except DeltaLogError as error:
-            _add(findings, "manifest", error, entry.name)
+            _add(findings, "manifest", error, name)
         else:
             if manifest is not None:
                 (bases if manifest.is_base else manifests)[manifest.dump] = manifest
@@ -146,9 +146,9 @@ class _Verifier:
 
     def _check_strays(self, manifest: Manifest) -> None:
         named = {entry.name for entry in (*manifest.parts, *manifest.fallbacks)} | {MANIFEST_NAME}
-        for path in sorted((self._log.directory / manifest.directory).iterdir()):
-            if path.name not in named and not path.name.startswith("."):
-                where = f"{manifest.directory}: {path.name}"
+        for name in self._log.entries(manifest.directory):
+            if name not in named and not name.startswith("."):
+                where = f"{manifest.directory}: {name}"
                 self._findings.add("file", where, "is not of this dump; readers that use a glob take it in")
 
     def _check_files(self, manifest: Manifest) -> DumpRows | None:
@@ -167,17 +167,15 @@ class _Verifier:
         self._files += 1
         self._nbytes += entry.nbytes
         try:
-            if (
-                self._is_void(manifest)
-                and not (self._log.directory / manifest.directory / entry.name).exists()
-            ):
+            if self._is_void(manifest) and entry.name not in self._log.entries(manifest.directory):
                 return False  # vacuum takes them
-            path = self._log.checked_path(manifest, entry, schema)
-            if faults := schema_faults(path, schema):
-                for fault in faults:
-                    self._findings.add("schema", where, fault)
-                return False
-            (rows.check_part if schema is fmt.PART_SCHEMA else rows.check_fallbacks)(entry, path)
+            self._log.checked_path(manifest, entry, schema)
+            with self._log.opened(manifest, entry) as file:
+                if faults := schema_faults(file, schema):
+                    for fault in faults:
+                        self._findings.add("schema", where, fault)
+                    return False
+                (rows.check_part if schema is fmt.PART_SCHEMA else rows.check_fallbacks)(entry, file)
         except DeltaLogError as error:
             _add(self._findings, "schema" if "lacks the columns" in str(error) else "file", error, where)
             return False
