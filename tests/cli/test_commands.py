@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from tests.cli.faults import FIRST, healthy
 from tests.docs.pages import ROOT
+from tests.support.logs import LogWriter, zch
 from torchrec_ext.cli import main
 from torchrec_ext.cli.lazy import LazyGroup
 from torchrec_ext.delta import DeltaLog
@@ -69,6 +70,14 @@ def test_inspect_for_people_lists_the_newest_and_what_is_left_out(log: Path) -> 
     assert "2 older dumps are not listed: --all" in shown
     assert "not committed (being written, or left by a run that died): step_000000000099.g0001" in shown
     assert "older dumps" not in run("inspect", log, "--all").stdout
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "deltas", {"mc.[red]t": zch(4, 1)})
+    writer.dump(10, {"mc.[red]t": [1]})
+    writer.dump(20, {"mc.[red]t": [2]})
+    assert "mc.[red]t" in run("inspect", tmp_path / "deltas").stdout
+    assert "mc.[red]t" in run("diff", tmp_path / "deltas", 10, 20).stdout
 
 
 def test_verify_is_0_for_a_clean_log(log: Path) -> None:

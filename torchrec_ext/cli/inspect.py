@@ -92,14 +92,13 @@ def _tables(overview: LogOverview) -> Table:
 
 def _dumps(dumps: tuple[DumpOverview, ...]) -> Table:
     shown = table(
-        "step", "generation", "ranks", "upserts", "deletes", "bytes", "stood still", "lag", "committed", "",
+        "step", "gen.", "upserts", "deletes", "bytes", "stalled", "lag", "committed", "",
         left=("committed", ""),
     )  # fmt: skip
     for dump in dumps:
         shown.add_row(
             f"{dump.step:,}",
             str(dump.generation),
-            str(dump.world_size),
             f"{dump.upserts:,}",
             f"{dump.deletes:,}",
             size(dump.nbytes),

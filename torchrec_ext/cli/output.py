@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table
 
 Progress = Callable[[int, int], None]
@@ -132,9 +133,11 @@ def table(*columns: str, left: Sequence[str] = ()) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in columns:
-        made.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    for place, name in enumerate(columns):
+        justify: JustifyMethod = "left" if name in left else "right"
+        # Of a narrow terminal the first column gives way: it has the long names.
+        made.add_column(name, justify=justify, overflow="fold", no_wrap=place > 0)
     return made
 
 
@@ -142,14 +145,12 @@ def print_lines(lines: Iterable[Table | str]) -> None:
     """Prints tables and lines of text on stdout."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=False)
+    # No markup: a table may be named [red].
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPED_WIDTH)
+        console.width = _PIPED_WIDTH
     for line in lines:
-        if isinstance(line, str):
-            console.print(line, markup=False, soft_wrap=True)
-        else:
-            console.print(line)
+        console.print(line, soft_wrap=isinstance(line, str))
 
 
 def size(nbytes: float) -> str:
@@ -172,4 +173,4 @@ def duration(seconds: float) -> str:
 
 def moment(unix: float) -> str:
     """A point in time, local."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))

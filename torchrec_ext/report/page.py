@@ -107,7 +107,7 @@ def _card(figure: tuple[str, str, str]) -> str:
 def _table_row(fqn: str, **cells: str) -> str:
     name = html.escape(fqn)
     data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values())
-    return f'<tr><th scope=row><button type=button data-table="{name}">{name}</button></th>{data}</tr>'
+    return f'<tr data-table="{name}"><th scope=row><i></i><code>{name}</code></th>{data}</tr>'
 
 
 def _notes(figures: LogFigures, last: int) -> list[str]:

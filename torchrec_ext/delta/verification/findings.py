@@ -82,14 +82,17 @@ class Verification:
 class Findings:
     """Collects faults; those of one kind in one file become one finding."""
 
-    found: list[Finding] = field(default_factory=list)
+    _found: dict[Finding, None] = field(default_factory=dict)
     _keys: dict[tuple[Check, str, str], list[NDArray[np.int64]]] = field(default_factory=dict)
+
+    @property
+    def found(self) -> tuple[Finding, ...]:
+        """The faults so far, each once."""
+        return tuple(self._found)
 
     def add(self, check: Check, where: str, message: str) -> None:
         """Takes note of a fault."""
-        finding = Finding(check, where, message)
-        if finding not in self.found:
-            self.found.append(finding)
+        self._found[Finding(check, where, message)] = None
 
     def add_keys(self, check: Check, where: str, what: str, keys: NDArray[np.int64]) -> None:
         """Takes note of faulty rows by their keys, int64 ``[n]``; of none if there are none."""

@@ -116,7 +116,7 @@ class _Verifier:
             self._files,
             self._rows,
             self._nbytes,
-            tuple(self._findings.found),
+            self._findings.found,
         )
 
     def _is_void(self, manifest: Manifest) -> bool:

@@ -162,10 +162,10 @@ function drawCosts() {
 }
 
 function drawTables() {
-  for (const button of document.querySelectorAll("[data-table]")) {
-    const name = button.dataset.table;
-    button.setAttribute("aria-pressed", String(name === select.value));
-    button.style.setProperty("--swatch", busiest.includes(name) ? `var(--${hueOf(name)})` : "transparent");
+  for (const row of document.querySelectorAll("tr[data-table]")) {
+    const name = row.dataset.table;
+    row.setAttribute("aria-selected", String(name === select.value));
+    row.style.setProperty("--swatch", busiest.includes(name) ? `var(--${hueOf(name)})` : "transparent");
   }
   drawRows();
   drawOccupancy();
@@ -187,8 +187,8 @@ function choose(name) {
 
 select.addEventListener("change", () => choose(select.value));
 document.querySelector("tbody").addEventListener("click", (event) => {
-  const name = event.target.dataset?.table;
-  if (name === undefined || String(getSelection())) return; // a name that was marked is to be copied
+  const name = event.target.closest("tr").dataset.table;
+  if (String(getSelection())) return; // a name that was marked is to be copied
   choose(select.value === name ? "" : name);
 });
 dark.addEventListener("change", drawAll);
