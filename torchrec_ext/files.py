@@ -56,10 +56,11 @@ class ChecksummedFile(io.RawIOBase):
 
 def file_crc32(path: Path) -> int:
     """CRC-32 of a file's bytes."""
-    with path.open("rb") as file:
+    block = memoryview(bytearray(1 << 20))  # used again: fresh pages would take longer than the sum
+    with path.open("rb", buffering=0) as file:
         crc = 0
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
+        while count := file.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
     return crc
 
 

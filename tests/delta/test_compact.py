@@ -91,7 +91,7 @@ def writer(tmp_path: Path) -> LogWriter:
 @given(
     schedule=events(),
     seed=st.integers(0, 2**32),
-    max_memory_bytes=st.sampled_from([1, 500, 1 << 30]),
+    max_memory_bytes=st.sampled_from([300, 1000, 1 << 30]),
 )
 def test_answers_stay_the_same_whenever_a_log_is_compacted_and_vacuumed(
     schedule: list[Event], seed: int, max_memory_bytes: int

@@ -15,6 +15,7 @@ from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -249,8 +250,20 @@ def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str]]:
             raise ValueError(f"row group {index} does not hold the rows of one table")
 
 
+def read_keys(file: pq.ParquetFile, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The keys of a row group, int64 ``[n]``, and which of them are upserts, bool ``[n]``."""
+    group = file.metadata.row_group(index)
+    statistics = group.column(file.schema_arrow.names.index("op")).statistics
+    if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:
+        # As we write them. To decode a column of strings takes six times as long as one of keys.
+        upsert = np.full(group.num_rows, statistics.min == UPSERT)
+        return file.read_row_group(index, columns=["key_id"])["key_id"].to_numpy(), upsert
+    rows = file.read_row_group(index, columns=["key_id", "op"])
+    return rows["key_id"].to_numpy(), pc.equal(rows["op"], UPSERT).to_numpy()
+
+
 def vectors_of(columns: Iterable[pa.Array], dim: int) -> NDArray[np.float32]:
-    """The vectors of an embedding column's chunks, float32 ``[non-null rows, dim]``.
+    """The vectors of an embedding column's chunks, float32 ``[non-null rows, dim]``; not to be written to.
 
     Raises:
         ValueError: a vector has another length than ``dim``.
@@ -262,4 +275,6 @@ def vectors_of(columns: Iterable[pa.Array], dim: int) -> NDArray[np.float32]:
         if len(values) != rows * dim:
             raise ValueError(f"{rows} vectors of dimension {dim} hold {len(values)} values")
         pieces.append(values.to_numpy(zero_copy_only=False).reshape(rows, dim))
+    if len(pieces) == 1:  # a copy would take as long as what it is for
+        return pieces[0]
     return np.concatenate(pieces) if pieces else np.empty((0, dim), np.float32)

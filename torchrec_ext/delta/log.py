@@ -26,9 +26,9 @@ FILES_SCHEMA = pa.schema(
     [
         pa.field("path", pa.string(), nullable=False),
         pa.field("content", pa.string(), nullable=False),
-        pa.field("order", pa.int32(), nullable=False),
+        pa.field("chain_order", pa.int32(), nullable=False),
         pa.field("dump", pa.string(), nullable=False),
-        pa.field("rows", pa.int64(), nullable=False),
+        pa.field("num_rows", pa.int64(), nullable=False),
         pa.field("nbytes", pa.int64(), nullable=False),
     ]
 )
@@ -217,31 +217,30 @@ class DeltaLog:
 
         Returns:
             One row per file: ``path``; ``content``, which is ``part`` or ``fallback`` (those of the last
-            dump only, as only they count); ``order``, the larger the newer, alike for files of one dump;
-            ``dump``, the name of its directory; ``rows``; ``nbytes``. Of the rows of parts with the same
+            dump only, as only they count); ``chain_order``, which grows from dump to dump; ``dump``, the
+            name of its directory; ``num_rows``; ``nbytes``. Of the rows of parts with the same
             ``table_fqn`` and ``key_id``, that of the highest order counts.
 
         Raises:
             DeltaLogError: as ``replay``; files are not looked at.
         """
+        rows = []
         dumps = self.history_upto(upto)
-        rows = [
-            (content, order, dump, entry)
-            for order, dump in enumerate(dumps)
-            for content, entries in (
-                ("part", dump.parts),
-                ("fallback", dump.fallbacks if dump is dumps[-1] else ()),
-            )
-            for entry in entries
-        ]
-        columns = zip(
-            *(
-                (str(self.directory / d.directory / e.name), content, order, d.directory, e.rows, e.nbytes)
-                for content, order, d, e in rows
-            ),
-            strict=True,
-        )
-        return pa.table([pa.array(column) for column in columns], FILES_SCHEMA)
+        for order, dump in enumerate(dumps):
+            fallbacks = dump.fallbacks if dump is dumps[-1] else ()
+            for content, entries in (("part", dump.parts), ("fallback", fallbacks)):
+                rows += [
+                    {
+                        "path": str(self.directory / dump.directory / entry.name),
+                        "content": content,
+                        "chain_order": order,
+                        "dump": dump.directory,
+                        "num_rows": entry.rows,
+                        "nbytes": entry.nbytes,
+                    }
+                    for entry in entries
+                ]
+        return pa.Table.from_pylist(rows, FILES_SCHEMA)
 
     def history(self, dumps: Sequence[Manifest], keep: KeyFilter | None = None) -> Replay:
         """What dumps say, one after another.

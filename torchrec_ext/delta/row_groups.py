@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.delta.replay import last_places, reading_threads
+from torchrec_ext.errors import DeltaLogError, VacuumedError
+
+T = TypeVar("T")
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 _BYTES_PER_ROW = 42  # while the keys of a pass are compared: key, place, order and copies of them
@@ -52,18 +53,20 @@ class RowGroup:
 
     def read_keys(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Keys, and whether they are upserts."""
-        rows = self.read(["key_id", "op"])
-        return rows["key_id"].to_numpy(), pc.equal(rows["op"], fmt.UPSERT).to_numpy()
+        return self._read(lambda file: fmt.read_keys(file, self.index))
 
-    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Some columns, or all.
+    def read(self) -> pa.Table:
+        """All columns."""
+        return self._read(lambda file: file.read_row_group(self.index))
 
-        Raises:
-            DeltaLogError: the file cannot be read.
-        """
+    def _read(self, read: Callable[[pq.ParquetFile], T]) -> T:
         try:
             with pq.ParquetFile(self.path, memory_map=True) as file:
-                return file.read_row_group(self.index, columns=columns)
+                return read(file)
+        except FileNotFoundError as error:
+            raise VacuumedError(
+                f"{self.where} was removed while it was read: list the dumps again"
+            ) from error
         except (pa.ArrowException, OSError) as error:
             raise DeltaLogError(f"{self.where} cannot be read: {error}") from error
 
@@ -75,7 +78,7 @@ def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest]) -> dict[str, list[Ro
         DeltaLogError: a file is missing or damaged.
     """
     groups: dict[str, list[RowGroup]] = {}
-    with ThreadPoolExecutor(os.cpu_count(), "torchrec-ext-files") as threads:
+    with reading_threads() as threads:
         for dump in dumps:
             check = lambda part, dump=dump: log.checked_path(dump, part, fmt.PART_SCHEMA)  # noqa: E731
             for path in threads.map(check, dump.parts):
@@ -128,12 +131,8 @@ def num_passes(rows: int, max_memory_bytes: int) -> int:
 
 def latest_of(keys: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which of keys, int64 ``[n]``, does not come again later; bool ``[n]``."""
-    # Stable: among equal keys the latest stays last.
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
     latest = np.zeros(len(keys), np.bool_)
-    if len(keys):
-        latest[order[np.append(ordered[1:] != ordered[:-1], True)]] = True
+    latest[last_places(keys)] = True
     return latest
 
 
@@ -144,7 +143,7 @@ def _share(
     keys: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64] | None] = []
     for group in groups:
-        found = group.read(["key_id"])["key_id"].to_numpy()
+        found, _ = group.read_keys()
         place = None
         if passes > 1:
             spread = (found.view(np.uint64) * _SPREAD) >> np.uint64(32)

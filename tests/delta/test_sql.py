@@ -1,0 +1,93 @@
+"""The query of the documentation finds what ``DeltaLog.replay`` finds, in an engine that knows no log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.delta.test_compact import NOW
+from tests.docs.pages import blocks_of
+from tests.support.logs import TABLES, LogWriter
+from torchrec_ext.delta import DeltaLog, compact, vacuum
+
+(QUERY,) = (block.text for block in blocks_of("docs/scaling.md", "sql"))
+
+
+def latest(log: DeltaLog, upto: int | None = None) -> pa.Table:
+    """What the query finds, over the views that it wants."""
+    files = log.files(upto)
+    paths = files.filter(pa.compute.equal(files["content"], "part"))["path"].to_pylist()
+    with duckdb.connect() as connection:
+        connection.register("files", files)
+        parts = connection.read_parquet(paths, filename=True).project("*, filename as path")
+        parts.create_view("parts")
+        return connection.sql(QUERY).to_arrow_table()
+
+
+def _restarted(writer: LogWriter) -> None:
+    """Several generations, deletes, dumps that are void, steps that come round again."""
+    writer.dump(10, {"mc.t0": [*range(12)], "mc.t1": [7, 8], "ebc.rows": [0, 1]})
+    writer.dump(20, {"mc.t0": [3, 4], "ebc.rows": [1]}, {"mc.t0": [1]}, world_size=3)
+    writer.dump(30, {"mc.t0": [1, 40], "mc.t1": [9]}, {"mc.t0": [2, 4]}, world_size=1)
+    writer.resume(20)
+    writer.dump(25, {"mc.t0": [5]}, {"mc.t1": [7]})
+    writer.dump(30, {"mc.t0": [2]}, {"mc.t0": [6]})
+    writer.resume(25)
+    writer.dump(28, {"mc.t1": [7]})
+    writer.dump(40, {"mc.t0": [6]}, {"mc.t0": [0]})
+
+
+def _compacted(writer: LogWriter) -> None:
+    _restarted(writer)
+    compact(writer.directory, 28)
+
+
+def _vacuumed(writer: LogWriter) -> None:
+    _compacted(writer)
+    vacuum(writer.directory, **NOW)
+
+
+def _vacuumed_and_restarted(writer: LogWriter) -> None:
+    _vacuumed(writer)
+    writer.resume(28)
+    writer.dump(30, {"mc.t0": [0, 1]}, {"mc.t0": [3]})
+
+
+@pytest.mark.parametrize("grow", [_restarted, _compacted, _vacuumed, _vacuumed_and_restarted])
+def test_query_finds_what_replay_finds(tmp_path: Path, grow: Callable[[LogWriter], None]) -> None:
+    writer = LogWriter(tmp_path / "deltas", TABLES)
+    grow(writer)
+    log = DeltaLog(writer.directory)
+    for upto in (None, *(dump.step for dump in log.dumps())):
+        found = latest(log, upto)
+        states = log.replay(upto)
+        assert set(found["table_fqn"].to_pylist()) == {fqn for fqn, state in states.items() if len(state)}
+        for fqn, state in states.items():
+            rows = found.filter(pa.compute.equal(found["table_fqn"], fqn)).sort_by("key_id")
+            assert rows["key_id"].to_pylist() == state.keys.tolist()
+            vectors = np.array(rows["embedding"].to_pylist(), np.float32).reshape(len(state), -1)
+            assert np.array_equal(vectors.view(np.int32), state.vectors.view(np.int32).reshape(vectors.shape))
+
+
+def test_files_are_those_of_the_newest_base_and_the_dumps_that_count_since(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "deltas", TABLES)
+    _compacted(writer)
+    log = DeltaLog(writer.directory)
+    files = log.files().to_pylist()
+    assert [(row["content"], row["chain_order"], row["dump"]) for row in files] == [
+        ("part", 0, "base_000000000028.g0002"),
+        *[("part", 1, "step_000000000040.g0002")] * 2,
+        *[("fallback", 1, "step_000000000040.g0002")] * 2,
+    ]
+    for row in files:
+        assert Path(row["path"]).stat().st_size == row["nbytes"]
+    assert {row["dump"] for row in log.files(25).to_pylist()} == {
+        "step_000000000010.g0000",
+        "step_000000000020.g0000",
+        "step_000000000025.g0001",
+    }
