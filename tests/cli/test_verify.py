@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.faults import FAULTS, FIRST, healthy
+from tests.cli.faults import FAULTS, FIRST, SECOND, edit, healthy
 from tests.docs.pages import ROOT
 from torchrec_ext.cli import main
 from torchrec_ext.delta import DeltaLogError
@@ -69,6 +69,19 @@ def test_all_faults_are_told_at_once(log: Path) -> None:
     for name in names:
         FAULTS[name].plant(log)
     assert [f.check for f in verify_log(log).findings] == [FAULTS[name].check for name in names]
+
+
+@pytest.mark.parametrize("field", ["dim", "num_embeddings", "num_shards", "block_size"])
+@pytest.mark.parametrize("value", [-1, 7, 2**62, 10**400], ids=["negative", "other", "large", "endless"])
+def test_nonsense_in_a_sealed_manifest_is_a_finding_soon(field: str, value: int, log: Path) -> None:
+    edit(log, FIRST, lambda manifest: manifest["tables"]["mc.t0"].update({field: value}))
+    found = verify_log(log).findings
+    assert all(finding.where.startswith((FIRST, SECOND)) for finding in found)
+    assert found or (field, value) in [
+        ("num_embeddings", 7),
+        ("num_embeddings", 2**62),
+        ("block_size", 2**62),
+    ]
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -49,12 +49,24 @@ class DumpRows:
         self.keys: dict[tuple[str, str], list[Keys]] = {}
         self._manifest = manifest
         self._findings = findings
-        self._fallbacks: dict[str, Counter[int]] = {fqn: Counter() for fqn in manifest.tables}
-        self._rank_of: dict[str, dict[int, int]] = {fqn: {} for fqn in manifest.tables}
+        self._tables = {fqn: info for fqn, info in manifest.tables.items() if self._is_sane(fqn, info)}
+        self._fallbacks: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._tables}
+        self._rank_of: dict[str, dict[int, int]] = {fqn: {} for fqn in self._tables}
 
     @property
     def _where(self) -> str:
         return self._manifest.directory
+
+    def _is_sane(self, fqn: str, info: TableInfo) -> bool:
+        """Whether rows can be compared with what the manifest says of their table."""
+        sane = True
+        for name, least in (("dim", 1), ("num_embeddings", 1), ("num_shards", 1), ("block_size", 0)):
+            value = getattr(info, name)
+            if not least <= value < 2**63:
+                shown = value if abs(value) < 2**63 else "a number of more than 64 bits"
+                self._findings.add("table", self._where, f"{fqn}: {name} is {shown}")
+                sane = False
+        return sane
 
     def check_fallbacks(self, entry: FileEntry, file: pq.ParquetFile) -> None:
         """Checks a fallback file."""
@@ -62,9 +74,8 @@ class DumpRows:
         rows = file.read()
         self.rows += len(rows)
         for fqn in rows["table_fqn"].unique().to_pylist():
-            info = self._manifest.tables.get(fqn)
+            info = self._info(where, fqn)
             if info is None:
-                self._findings.add("table", where, f"rows of {fqn}, which the manifest does not list")
                 continue
             of_table = rows.filter(pc.equal(rows["table_fqn"], fqn))
             shards = of_table["shard"].to_pylist()
@@ -84,15 +95,15 @@ class DumpRows:
 
     def check_shards(self) -> None:
         """Checks that each shard has one fallback row, once all files were read."""
-        for fqn, info in self._manifest.tables.items():
+        for fqn, info in self._tables.items():
             wanted = 0 if info.key_space == "row" else info.num_shards
             found = self._fallbacks[fqn]
-            for shard in sorted({*range(wanted), *found}):
+            # However many shards a damaged manifest claims: of those without a row the first is named.
+            missing = next((shard for shard in range(wanted) if shard not in found), None)
+            for shard in sorted({*found, *([] if missing is None else [missing])}):
                 if found[shard] != (shard < wanted):
-                    message = (
-                        f"{fqn}: shard {shard} has {found[shard]} fallback rows, not {int(shard < wanted)}"
-                    )
-                    self._findings.add("fallback", self._where, message)
+                    rows = f"{found[shard]} fallback rows, not {int(shard < wanted)}"
+                    self._findings.add("fallback", self._where, f"{fqn}: shard {shard} has {rows}")
 
     def check_part(self, entry: FileEntry, file: pq.ParquetFile) -> None:
         """Checks a part file."""
@@ -126,10 +137,15 @@ class DumpRows:
         pieces = [self.keys.get((fqn, op), []) for op in ops or (fmt.UPSERT, fmt.DELETE)]
         return np.concatenate([np.empty(0, np.int64), *(keys for piece in pieces for keys in piece)])
 
-    def _check_rows(self, where: str, rank: int, fqn: str, rows: pa.RecordBatch) -> None:
-        info = self._manifest.tables.get(fqn)
-        if info is None:
+    def _info(self, where: str, fqn: str) -> TableInfo | None:
+        """What rows of a table can be compared with."""
+        if fqn not in self._manifest.tables:
             self._findings.add("table", where, f"rows of {fqn}, which the manifest does not list")
+        return self._tables.get(fqn)
+
+    def _check_rows(self, where: str, rank: int, fqn: str, rows: pa.RecordBatch) -> None:
+        info = self._info(where, fqn)
+        if info is None:
             return
         self._check_columns(where, rank, fqn, info, rows)
         keys = rows["key_id"].to_numpy(zero_copy_only=False)

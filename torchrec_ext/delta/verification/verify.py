@@ -92,7 +92,8 @@ class _Verifier:
         self._total = sum(manifest.nbytes for manifest in (*chain, *self._bases.values()))
         self._dumps = self._files = self._rows = self._nbytes = 0
         self._known: dict[str, TableInfo] = {}
-        self._held: dict[str, Keys] | None = {}
+        # None: nobody knows which keys own a row, as a dump is missing.
+        self._held: dict[str, Keys] | None = None if findings.found else {}
 
     def run(self) -> Verification:
         before: Manifest | None = None
@@ -135,7 +136,8 @@ class _Verifier:
 
     def _check_tables(self, manifest: Manifest) -> None:
         for fqn, info in manifest.tables.items():
-            known = self._known.setdefault(fqn, info)
+            known = self._known.get(fqn, info)
+            self._known[fqn] = info
             if (known.dim, known.key_space) != (info.dim, info.key_space):
                 self._findings.add(
                     "table",
@@ -203,12 +205,12 @@ class _Verifier:
     def _check_occupancy(self, manifest: Manifest, rows: DumpRows | None) -> None:
         """Checks that no more keys own a row than there are rows."""
         if rows is None or self._held is None:
-            self._held = None  # from here on nobody knows which keys own one
+            self._held = None
             return
         for fqn, info in manifest.tables.items():
             held = difference(self._held.get(fqn, np.empty(0, np.int64)), rows.said_of(fqn, fmt.DELETE))
             self._held[fqn] = held = union(held, rows.said_of(fqn, fmt.UPSERT))
-            if len(held) > info.num_embeddings:
+            if len(held) > info.num_embeddings > 0:
                 message = f"{fqn}: {len(held)} keys own a row of {info.num_embeddings}: deletes are missing"
                 self._findings.add("occupancy", manifest.directory, message)
 
