@@ -180,7 +180,7 @@ class DumpRows:
             ("global_step", self._manifest.step),
             ("rank", rank),
             ("world_size", self._manifest.world_size),
-            ("feature_name", ",".join(info.features)),
+            ("feature_name", ",".join(map(str, info.features))),
             ("source", info.source),
         ):
             for value in set(rows[column].unique().to_pylist()) - {expected}:
