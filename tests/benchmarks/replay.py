@@ -35,9 +35,10 @@ def run(quick: bool) -> Result:
     samples: dict[str, list[float]] = {"replay": [], "duckdb": []}
     cpu: dict[str, list[float]] = {"replay": [], "duckdb": []}
     compacted: list[float] = []
+    cpu["compact"] = []
     with tempfile.TemporaryDirectory(prefix="torchrec-ext-bench-") as temporary:
         directory = Path(temporary) / "deltas"
-        _write_log(directory)
+        written = _write_log(directory)
         nbytes = sum(dump.nbytes for dump in DeltaLog(directory).dumps())
         sides: dict[str, Callable[[], Any]] = {
             "replay": lambda: DeltaLog(directory).replay()[TABLE],
@@ -51,7 +52,8 @@ def run(quick: bool) -> Result:
                 samples[side].append(DUMPS * ROWS / seconds)
                 cpu[side].append(of_cpu)
         for _ in range(1 if quick else 5):
-            seconds, _ = _timed(lambda: compact(directory))
+            seconds, of_cpu = _timed(lambda: compact(directory))
+            cpu["compact"].append(of_cpu)
             compacted.append(DUMPS * ROWS / seconds)
             shutil.rmtree(directory / DeltaLog(directory).bases()[-1].directory)
     return Result(
@@ -64,6 +66,8 @@ def run(quick: bool) -> Result:
             Measurement("processor time of DeltaLog.replay", "s", tuple(cpu["replay"])),
             Measurement("processor time of DuckDB", "s", tuple(cpu["duckdb"])),
             Measurement("compact", "rows/s", tuple(compacted)),
+            Measurement("processor time of compact", "s", tuple(cpu["compact"])),
+            Measurement("processor time of writing a dump", "s", tuple(written)),
         ),
         settings={
             "dumps": DUMPS,
@@ -96,8 +100,10 @@ def _duckdb(directory: Path) -> Any:
         return connection.sql(QUERY.format(directory)).to_arrow_table()
 
 
-def _write_log(directory: Path) -> None:
+def _write_log(directory: Path) -> list[float]:
+    """Writes the dumps; the processor time that the part of each took."""
     directory.mkdir()
+    written = []
     random_ = np.random.default_rng(0)
     info = TableInfo(DIM, "float32", "raw", 2 * IDS, 1, 1 << 40, 0, ("f",))
     previous: DumpId | None = None
@@ -109,10 +115,11 @@ def _write_log(directory: Path) -> None:
         vectors = random_.standard_normal((ROWS, DIM), np.float32) * np.float32(0.05)
         constant = {"rank": 0, "world_size": 1, "feature_name": "f", "table_fqn": TABLE, "source": "zch"}
         part = path / fmt.part_name(0, 1)
+        batch = fmt.part_batch(global_step=dump.step, op=fmt.UPSERT, keys=keys, vectors=vectors, **constant)
+        began = time.process_time()
         with fmt.ParquetFileWriter(part, fmt.PART_SCHEMA) as parts:
-            parts.write(
-                fmt.part_batch(global_step=dump.step, op=fmt.UPSERT, keys=keys, vectors=vectors, **constant)
-            )
+            parts.write(batch)
+        written.append(time.process_time() - began)
         fallback = path / fmt.fallback_name(0, 1)
         with fmt.ParquetFileWriter(fallback, fmt.FALLBACK_SCHEMA) as fallbacks:
             fallbacks.write(fmt.fallback_batch(TABLE, 0, vectors[0], {}))
@@ -130,3 +137,4 @@ def _write_log(directory: Path) -> None:
         )
         (path / MANIFEST_NAME).write_bytes(manifest.to_json())
         previous = dump
+    return written

@@ -136,6 +136,18 @@ def test_state_that_not_all_ranks_have_is_not_used() -> None:
         run_on(2, _load_on_one_rank, directory, saved)
 
 
+def _resume_at_different_steps(directory: str) -> None:
+    model = build(1)
+    with DeltaDumper(model, f"{directory}/deltas", interval_steps=10**9) as dumper:
+        with pytest.raises(ValueError, match=r"ranks resume at different steps: \[6, 7\]"):
+            dumper.resume(6 + dist.get_rank())
+        dumper.resume(7)
+
+
+def test_ranks_that_resume_at_different_steps_are_told(tmp_path: Path) -> None:
+    run_on(2, _resume_at_different_steps, str(tmp_path))
+
+
 def test_runs_that_are_killed_at_any_moment_are_gone_on_from(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     saved: list[Checkpoint] = []

@@ -15,6 +15,7 @@ from tests.docs.pages import blocks_of
 from tests.support.logs import TABLES, LogWriter
 from torchrec_ext.delta import DeltaLog, compact, vacuum
 
+GENERAL, FALLBACKS = (b.text for b in blocks_of("docs/format.md", "sql") if "manifest.json" in b.text)
 (QUERY,) = (block.text for block in blocks_of("docs/scaling.md", "sql"))
 
 
@@ -72,6 +73,33 @@ def test_query_finds_what_replay_finds(tmp_path: Path, grow: Callable[[LogWriter
             assert rows["key_id"].to_pylist() == state.keys.tolist()
             vectors = np.array(rows["embedding"].to_pylist(), np.float32).reshape(len(state), -1)
             assert np.array_equal(vectors.view(np.int32), state.vectors.view(np.int32).reshape(vectors.shape))
+
+
+@pytest.mark.parametrize("grow", [_restarted, _compacted, _vacuumed, _vacuumed_and_restarted])
+def test_queries_that_find_the_files_themselves_find_bases_too(
+    tmp_path: Path, grow: Callable[[LogWriter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = LogWriter(tmp_path / "deltas", TABLES)
+    grow(writer)
+    monkeypatch.chdir(tmp_path)
+    states = DeltaLog(writer.directory).replay()
+    with duckdb.connect() as connection:
+        rows = connection.sql(GENERAL).to_arrow_table().to_pylist()
+        fallbacks = connection.sql(FALLBACKS).to_arrow_table().to_pylist()
+    for fqn, state in states.items():
+        found = {row["key_id"]: row["embedding"] for row in rows if row["table_fqn"] == fqn}
+        assert sorted(found) == state.keys.tolist()
+        for key, vector in zip(state.keys.tolist(), state.vectors, strict=True):
+            assert np.array_equal(np.array(found[key], np.float32), vector)
+        shards = {
+            row["shard"]: row["embedding"]
+            for row in fallbacks
+            if row["table_fqn"] == fqn and row["key_id"] is None
+        }
+        assert len(shards) == len(state.fallback)
+        for shard, vector in enumerate(state.fallback):
+            assert np.array_equal(np.array(shards[shard], np.float32), vector)
+    assert len(fallbacks) == sum(len(s.fallback) + len(s.exceptions) for s in states.values())
 
 
 def test_files_are_those_of_the_newest_base_and_the_dumps_that_count_since(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tests.docs.pages import PAGES, ROOT, Block, blocks_of, run_script, script_o
 from torchrec_ext.delta import DeltaLog, verify_log
 
 QUICK_START = "docs/quickstart.md"
-QUERIES = [block for page in PAGES for block in blocks_of(page, "sql")]
+# Those that find the files themselves; that of docs/scaling.md wants views, and tests/delta runs it.
+QUERIES = [block for page in PAGES for block in blocks_of(page, "sql") if "read_parquet" in block.text]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")])

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 
 def check_arguments(
     output_dir: str | os.PathLike[str],
@@ -50,6 +52,18 @@ def check_arguments(
 def is_integer(value: object) -> bool:
     """Whether a value is an integer, NumPy's too, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def row_numbers(rows: torch.Tensor) -> torch.Tensor:
+    """The rows that somebody names, int64 ``[n]``.
+
+    Raises:
+        ValueError: they are no integers.
+    """
+    rows = torch.as_tensor(rows)
+    if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
+        raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
+    return rows.flatten().long()
 
 
 def json_object(metadata: Mapping[str, Any]) -> dict[str, Any]:

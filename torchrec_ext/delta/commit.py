@@ -120,17 +120,14 @@ class Committer:
             try:
                 self._generation.check()
                 files = self._write(path, cut)
-            except Exception as caught:
+            except BaseException as caught:  # a stream brings what interrupted the training thread
                 error = caught
         if files is None:
             cut.discard()
         try:
             manifest = self._agree(dump, path, cut, self._vote(dump, files, error))
         except DeltaDumpError as refused:
-            if isinstance(refused, FencedError):
-                self._uncommitted.clear()  # nobody will ever want to know
-            else:
-                self._keep(cut)
+            self._keep(cut)
             self._remove_own_files()
             self._abandoned = path
             if error is not None:

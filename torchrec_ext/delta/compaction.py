@@ -282,10 +282,20 @@ class _Compaction:
         name = fmt.fallback_name(0, 1)
         with fmt.ParquetFileWriter(self._path / name, fmt.FALLBACK_SCHEMA) as writer:
             for dump in self._dumps:
-                last = [fqn for fqn in dump.tables if self._last_to_cover(fqn) is dump]
-                if last:
-                    rows = self._log.rows_of(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
-                    writer.write(rows.filter(pc.is_in(rows["table_fqn"], pa.array(last, pa.string()))))
+                covered = [fqn for fqn in dump.tables if self._last_to_cover(fqn) is dump]
+                if not covered:
+                    continue
+                rows = self._log.rows_of(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
+                for fqn in covered:
+                    own = rows.filter(pc.equal(rows["table_fqn"], fqn))
+                    # Dumps may store vectors in several ways, and this is one file.
+                    vectors = fmt.vectors_of(own["embedding"].chunks, tables[fqn].dim)
+                    columns = [own[column] for column in fmt.FALLBACK_SCHEMA.names[:-1]]
+                    writer.write(
+                        pa.Table.from_arrays(
+                            [*columns, fmt.embedding_array(vectors)], schema=fmt.FALLBACK_SCHEMA
+                        )
+                    )
         return FileEntry(name, 0, writer.rows, writer.nbytes, writer.crc32)
 
     def _last_to_cover(self, fqn: str) -> Manifest:

@@ -319,10 +319,12 @@ class DeltaLog:
             if dump.step == step and generation in (None, dump.generation) and not dump.is_base:
                 return dump
         which = "" if generation is None else f" of generation {generation}"
-        if dumps and dumps[0].is_base and DumpId(generation or 0, step) <= dumps[0].dump:
-            raise VacuumedError(
-                f"{self.directory}: no rows of a dump of step {step}{which}; {_taken_by(dumps[0])}"
-            )
+        if dumps and dumps[0].is_base:
+            last = dumps[0].dump
+            if DumpId(last.generation if generation is None else generation, step) <= last:
+                raise VacuumedError(
+                    f"{self.directory}: no rows of a dump of step {step}{which}; {_taken_by(dumps[0])}"
+                )
         raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
 
     def checked_path(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:

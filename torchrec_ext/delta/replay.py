@@ -202,6 +202,11 @@ class Replay:
         """The ids of a table that own a row after the last dump taken in, sorted."""
         return _latest_upserts(self._history(fqn))[0]
 
+    def by_age(self, fqn: str) -> NDArray[np.int64]:
+        """The same, those first whose vectors were dumped first."""
+        keys, winners = _latest_upserts(self._history(fqn))
+        return keys[np.argsort(winners)]
+
     def said_of(self, fqn: str) -> NDArray[np.int64]:
         """The ids of a table that the dumps say anything of, sorted."""
         return union(*(group.keys for group in self._history(fqn).groups))
