@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.faults import FIRST, healthy
+from tests.cli.faults import FIRST, edit, healthy
 from tests.docs.pages import ROOT
 from tests.support.logs import LogWriter, zch
 from torchrec_ext.cli import main
@@ -78,6 +78,19 @@ def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> No
     writer.dump(20, {"mc.[red]t": [2]})
     assert "mc.[red]t" in run("inspect", tmp_path / "deltas").stdout
     assert "mc.[red]t" in run("diff", tmp_path / "deltas", 10, 20).stdout
+
+
+def test_names_do_nothing_to_the_terminal(tmp_path: Path) -> None:
+    log, name = tmp_path / "deltas", "mc.\x1b[2Jt"
+    writer = LogWriter(log, {name: zch(4, 1)})
+    writer.dump(10, {name: [1]})
+    writer.dump(20, {name: [2]})
+    shown = [run("inspect", log), run("diff", log, 10, 20), run("replay", log, "--out", tmp_path / "x")]
+    edit(log, FIRST, lambda manifest: manifest["tables"][name].update(dim=5))
+    shown.append(run("verify", log, code=1))
+    shown.append(run("lookup", log, "\x1b[2J", 1, code=2))
+    for result in shown:
+        assert "\x1b" not in result.output and "\\x1b[2J" in result.output
 
 
 def test_verify_is_0_for_a_clean_log(log: Path) -> None:

@@ -11,6 +11,7 @@ from torchrec_ext.cli.output import (
     json_option,
     print_json,
     print_lines,
+    printable,
     progress,
     table,
     user_errors,
@@ -96,11 +97,10 @@ def _title(difference: LogDifference) -> str:
 def _counts(tables: dict[str, TableDifference]) -> Table:
     shown = table("table", "came", "went", "moved", "mean", "median", "farthest", left=("table",))
     for fqn, one in tables.items():
+        counts = [f"{len(ids):,}" for ids in (one.came, one.went, one.moved)]
         far = one.distances
-        spread = (
-            [f"{far.mean():.4g}", f"{far[len(far) // 2]:.4g}", f"{far[0]:.4g}"] if len(far) else ["", "", ""]
-        )
-        shown.add_row(fqn, f"{len(one.came):,}", f"{len(one.went):,}", f"{len(one.moved):,}", *spread)
+        spread = [far.mean(), far[len(far) // 2], far[0]] if len(far) else []
+        shown.add_row(printable(fqn), *counts, *(f"{value:.4g}" for value in spread))
     return shown
 
 

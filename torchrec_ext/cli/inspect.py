@@ -14,6 +14,7 @@ from torchrec_ext.cli.output import (
     moment,
     print_json,
     print_lines,
+    printable,
     size,
     table,
     user_errors,
@@ -78,7 +79,7 @@ def _tables(overview: LogOverview) -> Table:
     )  # fmt: skip
     for one in overview.tables:
         shown.add_row(
-            one.fqn if one.covered else f"{one.fqn} (not in the newest dump)",
+            printable(one.fqn if one.covered else f"{one.fqn} (not in the newest dump)"),
             one.source,
             one.key_space,
             f"{one.num_embeddings:,} × {one.dim}",

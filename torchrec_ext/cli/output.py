@@ -33,6 +33,10 @@ class UserError(click.ClickException):
 
     exit_code = 2
 
+    def format_message(self) -> str:
+        """See ``click.ClickException``."""
+        return printable(self.message)
+
 
 class _Unavailable(click.ClickException):
     exit_code = 3
@@ -110,6 +114,11 @@ def progress(label: str, *, unit: str = "bytes") -> Iterator[Progress | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def printable(text: str) -> str:
+    """Text that does nothing to a terminal, whoever wrote the file that it comes from."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def print_json(value: Any) -> None:
     """Prints a value, or a dataclass, as one JSON document."""
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))
@@ -150,7 +159,10 @@ def print_lines(lines: Iterable[Table | str]) -> None:
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     for line in lines:
-        console.print(line, soft_wrap=isinstance(line, str))
+        if isinstance(line, str):
+            console.print(printable(line), soft_wrap=True)
+        else:
+            console.print(line)
 
 
 def size(nbytes: float) -> str:

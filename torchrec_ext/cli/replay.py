@@ -11,6 +11,7 @@ from torchrec_ext.cli.output import (
     json_option,
     new_file,
     print_json,
+    printable,
     progress,
     size,
     user_errors,
@@ -51,7 +52,7 @@ def command(directory: str, out: Path, upto: int | None, as_json: bool) -> None:
         print_json(written)
         return
     for fqn, rows in sorted(written.rows.items()):
-        click.echo(f"{fqn}: {rows:,} rows")
+        click.echo(f"{printable(fqn)}: {rows:,} rows")
     click.echo(
         f"{written.path}: step {written.step} of generation {written.generation}, {size(written.nbytes)}"
     )

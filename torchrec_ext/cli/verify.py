@@ -9,6 +9,7 @@ from torchrec_ext.cli.output import (
     json_option,
     plain,
     print_json,
+    printable,
     progress,
     size,
     user_errors,
@@ -42,7 +43,7 @@ def command(context: click.Context, directory: str, as_json: bool) -> None:
         print_json({"clean": found.clean, **plain(found)})
     else:
         for finding in found.findings:
-            click.echo(f"FINDING  {finding}")
+            click.echo(f"FINDING  {printable(str(finding))}")
         count = len(found.findings)
         verdict = f"{count} finding{'s' * (count > 1)}" if count else "clean"
         click.echo(
