@@ -48,7 +48,7 @@ wheel: $(READY) ## Build the wheel, and check that its reading side works withou
 	build/wheel-venv/bin/python -I -c 'import importlib.util as u; assert not u.find_spec("torch")'
 	build/wheel-venv/bin/python -I -c 'import torchrec_ext; from torchrec_ext.delta import DeltaLog'
 	build/wheel-venv/bin/torchrec-ext --help >/dev/null
-	test -f build/wheel-venv/lib/python*/site-packages/torchrec_ext/py.typed
+	cd build/wheel-venv/lib/python*/site-packages/torchrec_ext && test -f py.typed && test -f report/assets/page.js
 
 clean: ## Remove build outputs and caches; keeps .venv and what was measured or dumped
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,7 +30,6 @@ from tests.support.trainers import FQN, Trainer, dump
 from tests.support.training import train
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog, DeltaLogError, DumpId, FencedError
-from torchrec_ext.delta.compaction import remove_own_files
 from torchrec_ext.publish import EmbeddingClient, publish
 from torchrec_ext.publish.cli import lookup_command, publish_command
 
@@ -131,9 +130,8 @@ def _dump_asleep(tell: Any, root: str, fifo: str, uri: str) -> None:
     dumper = trainer.attach(watched(root, look, inner))
     dump(dumper, 1)
     trainer.train(2)
-    dumper.dump(2)
     with pytest.raises(FencedError) as raised:
-        dumper.flush()
+        dump(dumper, 2)
     tell("woke", str(raised.value))
     dumper.__exit__(KeyboardInterrupt, None, None)
     tell("gone")
@@ -160,7 +158,7 @@ def test_process_that_sleeps_between_its_last_look_and_its_commit_misleads_nobod
     publish(uri, sink)
     dump(dumper, 1)
     newer.compare(uri)
-    chain, _, strays = DeltaLog(uri).listing()
+    chain, strays = DeltaLog(uri).chain_and_strays()
     assert ([d.dump for d in chain], [d.dump for d in strays]) == (
         [DumpId(0, 1), DumpId(1, 1)],
         [DumpId(0, 2)],
@@ -172,8 +170,8 @@ def test_process_that_sleeps_between_its_last_look_and_its_commit_misleads_nobod
     assert {name: now[name] for name in seen} == seen
     dumper.close()
     log = DeltaLog(uri)
-    remove_own_files(log.place, DumpId(0, 2).directory)
-    assert DeltaLog(uri).listing() == (chain, {}, [])
+    log.remove(DumpId(0, 2))
+    assert DeltaLog(uri).chain_and_strays() == (chain, [])
     newer.compare(uri)
 
 
@@ -213,15 +211,14 @@ def test_dump_that_may_be_committed_or_not_is_said_again_by_the_next_one(
     dumper.dump(1)
     dumper.flush()
     trainer.train(2)
-    dumper.dump(2)
     with pytest.raises(DeltaDumpError, match=r"may be committed or not, nobody can tell; .*line went dead"):
-        dumper.flush()
+        dump(dumper, 2)
     publish(there, sink)
     trainer.train(3)
     dumper.dump(3)
     dumper.flush()
     trainer.compare(there)
-    chain, _, strays = DeltaLog(there).listing()
+    chain, strays = DeltaLog(there).chain_and_strays()
     assert [d.step for d in chain] == [1, 3] and chain[-1].supersedes == (DumpId(0, 2),)
     assert [d.step for d in strays] == ([2] if carried_out else [])
     publish(there, sink)
@@ -236,8 +233,8 @@ def _dump_unsurely(root: str) -> list[int]:
     with DeltaDumper(model, unsure.filesystem, interval_steps=10**9) as dumper:
         for step in (1, 2, 3):
             train(model, SPEC, range(7 * step, 7 * step + 9))
-            dumper.dump(step)
             try:
+                dumper.dump(step)
                 dumper.flush()
             except DeltaDumpError:
                 refused.append(step)
@@ -258,9 +255,8 @@ def test_dump_that_may_be_committed_is_not_written_a_second_time(tmp_path: Path)
     trainer = Trainer(1)
     dumper = trainer.attach(unsure.filesystem)
     trainer.train(1)
-    dumper.dump(1)
     with pytest.raises(DeltaDumpError, match="may be committed or not"):
-        dumper.flush()
+        dump(dumper, 1)
     with pytest.raises(DeltaDumpError, match="it may be committed already, and cannot be written again"):
         dumper.close()
     trainer.compare(there)
@@ -299,10 +295,9 @@ def test_server_that_goes_away_costs_no_row(server: S3Server, caplog: pytest.Log
         dump(dumper, 1)
         line.cut()
         trainer.train(2)
-        dumper.dump(2)
-        trainer.train(3)  # goes on
         with pytest.raises(DeltaDumpError, match=r"step 2 was not committed; its rows go out with the next"):
-            dumper.flush()
+            dump(dumper, 2)
+        trainer.train(3)  # goes on
         line.mend()
         trainer.train(4)
         dumper.dump(4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, run_script, script_of
-from torchrec_ext.delta import DeltaLog
+from torchrec_ext.delta import DeltaLog, verify_log
 
 QUICK_START = "docs/quickstart.md"
 # Those that find the files themselves; that of docs/scaling.md wants views, and tests/delta runs it.
@@ -20,6 +20,8 @@ QUERIES = [block for page in PAGES for block in blocks_of(page, "sql") if "read_
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")])
 def test_examples_run(page: str, tmp_path: Path) -> None:
+    if page == "docs/report.md":
+        pytest.importorskip("plotly", reason="the extra report is not installed")
     if page == "docs/publish.md":
         for extra in ("redis", "deltalake"):
             pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
@@ -49,6 +51,11 @@ def restarted(one_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("part", "fallback"):
         (uncommitted / f"{name}_00000_of_00001.parquet").write_bytes(b"PAR1")
     return directory
+
+
+def test_verify_finds_nothing_in_logs_of_real_runs(one_run: Path, restarted: Path) -> None:
+    for directory in (one_run, restarted):
+        assert verify_log(directory / "deltas").findings == ()
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=str)

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from tests.publish.fidelity import check
 from tests.support.logs import TABLES, LogWriter
+from torchrec_ext.cli import main
 from torchrec_ext.delta import DeltaLog, DeltaLogError
 from torchrec_ext.publish import (
     Change,
@@ -28,7 +29,6 @@ from torchrec_ext.publish import (
     open_sink,
     publish,
 )
-from torchrec_ext.publish.cli import lookup_command, publish_command
 from torchrec_ext.urls import without_credentials
 
 
@@ -296,25 +296,25 @@ def test_client_takes_raw_ids_with_the_tables_hash_function(writer: LogWriter) -
 def test_commands_publish_and_look_up(writer: LogWriter, tmp_path: Path) -> None:
     url = f"parquet://{tmp_path}/snapshots"
     runner = CliRunner()
-    done = runner.invoke(publish_command, [str(writer.directory), url, "--json"])
+    done = runner.invoke(main, ["publish", str(writer.directory), url, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["step"] == 30 and json.loads(done.stdout)["dumps"] == 3
-    done = runner.invoke(publish_command, [str(writer.directory), url])
+    done = runner.invoke(main, ["publish", str(writer.directory), url])
     assert done.output == "it holds step 30 of generation 0\n"
     for where in (str(writer.directory), url):
-        done = runner.invoke(lookup_command, [where, "mc.t0", "3", "--json", "--", "-3"])
+        done = runner.invoke(main, ["lookup", where, "mc.t0", "3", "--json", "--", "-3"])
         assert done.exit_code == 0, done.output
         found = [json.loads(line) for line in done.output.splitlines()]
         assert [one["id"] for one in found] == [3, -3]
         assert np.array_equal([one["embedding"] for one in found], writer.answer("mc.t0", [3, -3]))
-    assert runner.invoke(lookup_command, [url, "mc.t0", "3"]).output.startswith("3\t[")
+    assert runner.invoke(main, ["lookup", url, "mc.t0", "3"]).output.startswith("3\t[")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nowhere", "parquet://x"], 1, "nowhere: no such directory"),
-        (["{log}", "rdis://user:s3cret@host"], 1, "'rdis://host' is not a sink"),
+        (["nowhere", "parquet://x"], 2, "nowhere: no such directory"),
+        (["{log}", "rdis://user:s3cret@host"], 2, "'rdis://host' is not a sink"),
         (["{log}"], 2, "Missing argument 'URL'"),
         (["{log}", "unix:///nowhere.sock", "--retry", "0"], 3, "Redis does not answer"),
     ],
@@ -325,17 +325,17 @@ def test_a_users_mistake_is_one_line_and_an_exit_code(
     if code == 3:
         pytest.importorskip("redis")
     arguments = [argument.format(log=writer.directory) for argument in arguments]
-    done = CliRunner().invoke(publish_command, arguments)
+    done = CliRunner().invoke(main, ["publish", *arguments])
     assert done.exit_code == code
     assert message in done.output and "Traceback" not in done.output and "s3cret" not in done.output
-    done = CliRunner().invoke(lookup_command, [str(writer.directory), "nothing", "1"])
-    assert done.exit_code == 1 and "holds no table nothing; it holds" in done.output
+    done = CliRunner().invoke(main, ["lookup", str(writer.directory), "nothing", "1"])
+    assert done.exit_code == 2 and "holds no table nothing; it holds" in done.output
 
 
 def test_following_command_ends_with_sigterm(writer: LogWriter, tmp_path: Path) -> None:
-    code = "from torchrec_ext.publish.cli import publish_command; publish_command()"
     arguments = [str(writer.directory), f"parquet://{tmp_path}/snapshots", "--follow", "--json"]
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "torchrec_ext.cli", "publish", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["step"] == 30
     writer.dump(40)

@@ -820,7 +820,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_requests_and_closes_its_stor
 )
 def test_the_command_says_what_is_wrong_with_its_arguments(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["serve-store", *arguments], env={TOKEN_VARIABLE: ""})
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
 
 

@@ -38,9 +38,12 @@ class Table:
             return self.exceptions[key]
         if key in self.rows:
             return self.rows[key]
+        return self.fallback[self.shard_of(key)]
+
+    def shard_of(self, key: int) -> int:
         unsigned = key % 2**64
         block = unsigned // self.info.block_size if self.info.block_size else self.info.num_shards
-        return self.fallback[block if block < self.info.num_shards else unsigned % self.info.num_shards]
+        return block if block < self.info.num_shards else unsigned % self.info.num_shards
 
 
 def zch(dim: int, num_shards: int, hash_size: int = 40, dtype: str = "float32") -> TableInfo:
@@ -62,13 +65,17 @@ class LogWriter:
         directory: is made.
         tables: by FQN.
         seed: of all vectors.
+        lag_seconds: from the training step to the commit.
     """
 
-    def __init__(self, directory: Path, tables: Mapping[str, TableInfo], seed: int = 0) -> None:
+    def __init__(
+        self, directory: Path, tables: Mapping[str, TableInfo], seed: int = 0, *, lag_seconds: float = 0.0
+    ) -> None:
         self.place = open_place(directory)
         self.place.make()
         self.directory = directory
         self.tables = {fqn: Table(info) for fqn, info in tables.items()}
+        self._lag_seconds = lag_seconds
         self._rng = np.random.default_rng(seed)
         self._generation = 0
         self._previous: DumpId | None = None
@@ -140,7 +147,7 @@ class LogWriter:
             counts = {fmt.UPSERT: 0, fmt.DELETE: 0}
             with fmt.ParquetFileWriter(self.place.create(dump.directory, name), fmt.PART_SCHEMA) as file:
                 for fqn, table in self.tables.items():
-                    keys = sorted(key for key in touched[fqn] if key % world_size == rank)
+                    keys = sorted(key for key in touched[fqn] if table.shard_of(key) % world_size == rank)
                     kept = [key for key in keys if key in table.rows]
                     gone = [key for key in keys if key not in table.rows]
                     for op, chosen in ((fmt.UPSERT, kept), (fmt.DELETE, gone)):
@@ -178,7 +185,7 @@ class LogWriter:
             previous=self._previous,
             world_size=world_size,
             created_unix=now,
-            committed_unix=now,
+            committed_unix=now + self._lag_seconds,
             tables={fqn: table.info for fqn, table in self.tables.items()},
             parts=tuple(parts),
             fallbacks=tuple(fallbacks),

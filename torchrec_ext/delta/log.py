@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.answers import HashFunction
@@ -86,6 +88,11 @@ class DeltaLog:
             raise DeltaLogError(f"{self.place}: no such directory")
         self._verified: set[tuple[str, str]] = set()
 
+    @staticmethod
+    def of(log: DeltaLog | str | os.PathLike[str] | pafs.FileSystem) -> DeltaLog:
+        """The log itself, or that in a directory."""
+        return log if isinstance(log, DeltaLog) else DeltaLog(log)
+
     def dumps(self, *, superseded: bool = False) -> list[Manifest]:
         """The committed dumps, oldest first.
 
@@ -123,10 +130,7 @@ class DeltaLog:
             return self._list()
 
     def _list(self) -> Listing:
-        try:
-            names = self.place.entries()
-        except OSError as error:
-            raise DeltaLogError(str(error)) from error
+        names = self.entries()
         dumps = self._manifests([name for name in names if DumpId.from_directory(name)])
         bases = self._manifests([name for name in names if DumpId.from_base_directory(name)])
         chain = in_chain_order(dumps, bases)
@@ -137,16 +141,8 @@ class DeltaLog:
         return Listing(chain, bases, strays)
 
     def _manifests(self, names: Sequence[str]) -> dict[DumpId, Manifest]:
-        def read(name: str) -> Manifest | None:
-            try:
-                data = self.place.read(name, MANIFEST_NAME)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
-            return Manifest.from_json(data, name)
-
-        return {found.dump: found for found in self.place.each(read, names) if found is not None}
+        found = self.place.each(self.manifest, names)
+        return {manifest.dump: manifest for manifest in found if manifest is not None}
 
     def committed(self, known: Collection[str] = ()) -> frozenset[str]:
         """The names of committed dumps' directories: cheap to look at, unlike their manifests.
@@ -165,6 +161,39 @@ class DeltaLog:
             raise DeltaLogError(f"{self.place} cannot be read: {error}") from error
         gone = {name for name, is_there in zip(new, there, strict=True) if not is_there}
         return frozenset(names) - gone
+
+    def manifest(self, name: str) -> Manifest | None:
+        """What a dump's, or a base's, directory says of it; None if it is not committed.
+
+        Raises:
+            DeltaLogError: it is damaged.
+        """
+        try:
+            data = self.place.read(name, MANIFEST_NAME)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
+        return Manifest.from_json(data, name)
+
+    def entries(self, folder: str = "") -> list[str]:
+        """The names of what lies in the directory, or in that of a dump; sorted.
+
+        Raises:
+            DeltaLogError: it cannot be listed.
+        """
+        try:
+            return self.place.entries(folder)
+        except OSError as error:
+            raise DeltaLogError(str(error)) from error
+
+    def opened(self, dump: Manifest, entry: FileEntry) -> AbstractContextManager[pq.ParquetFile]:
+        """One of a dump's files, as it is: nothing of it is compared with the manifest.
+
+        Raises:
+            DeltaLogError: it is missing, or is not Parquet.
+        """
+        return PlacedFile(self.place, dump.directory, entry.name).open()
 
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -41,19 +41,27 @@ class Change:
         replaces: bool = False,
         strays: Sequence[Manifest] = (),
         before: Sequence[Manifest] = (),
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.base = base
         self.position = position_of(dumps[-1])
         self.replaces = replaces
         self.on_delete: OnDelete = on_delete
         self._scan = Scan(log, dumps, strays, before)
+        self._rows = sum(dump.rows for dump in dumps)
+        self._on_progress = on_progress
         self.tables: Mapping[str, ServedTable] = {
             fqn: ServedTable.of(*told) for fqn, told in self._scan.fallbacks().items()
         }
 
     def upserts(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.float32]]]:
         """Tables, keys int64 ``[n]`` and their vectors float32 ``[n, dim]``; each key once, n bounded."""
-        return self._scan.upserts()
+        read = 0
+        for fqn, keys, vectors in self._scan.upserts():
+            yield fqn, keys, vectors
+            read += len(keys)
+            if self._on_progress is not None:
+                self._on_progress(read, self._rows)
 
     def deletes(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.float32] | None]]:
         """Tables, keys int64 ``[n]`` that own no row any more, and what to put in its place; n bounded.

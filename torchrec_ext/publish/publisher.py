@@ -60,6 +60,7 @@ def publish(
     poll_seconds: float = 1.0,
     retry_seconds: float = 60.0,
     on_published: Callable[[Published], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Position | None:
     """Brings a sink up to the last committed dump of a log.
 
@@ -82,6 +83,8 @@ def publish(
         retry_seconds: how long to try again when the sink does not answer or, following, when the log
             cannot be read as it is (a copy of it that is under way may have gaps).
         on_published: is called after each change.
+        on_progress: is told, while a change is made, how many of how many rows have been read for it; a
+            sink may read them more than once.
 
     Returns:
         The last dump that the sink holds; None if there was nothing to publish.
@@ -95,7 +98,7 @@ def publish(
         raise ValueError(f"on_delete is {on_delete!r}; it takes one of {', '.join(get_args(OnDelete))}")
     log = log if isinstance(log, DeltaLog) else DeltaLog(log)
     with open_sink(sink) if isinstance(sink, str) else contextlib.nullcontext(sink) as opened:
-        return _Publisher(log, opened, on_delete, on_published).run(
+        return _Publisher(log, opened, on_delete, on_published, on_progress).run(
             follow, restart, stop or threading.Event(), poll_seconds, retry_seconds
         )
 
@@ -107,11 +110,13 @@ class _Publisher:
         sink: Sink,
         on_delete: OnDelete,
         on_published: Callable[[Published], None] | None,
+        on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._log = log
         self._sink = sink
         self._on_delete = on_delete
         self._on_published = on_published
+        self._on_progress = on_progress
         self._committed: frozenset[str] | None = None
         self._position: Position | None = None
 
@@ -172,7 +177,14 @@ class _Publisher:
         counts = without_superseded(dumps)
         before = [dump for dump in counts if dump.dump < pending[0].dump] if strays else []
         change = Change(
-            self._log, pending, base, self._on_delete, replaces=replaces, strays=strays, before=before
+            self._log,
+            pending,
+            base,
+            self._on_delete,
+            replaces=replaces,
+            strays=strays,
+            before=before,
+            on_progress=self._on_progress,
         )
         self._sink.apply(change)
         self._restart = False

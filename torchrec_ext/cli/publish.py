@@ -1,30 +1,31 @@
-"""The commands ``torchrec-ext publish`` and ``torchrec-ext lookup``."""
+"""``torchrec-ext publish``."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import signal
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from torchrec_ext.cli.output import directory_argument, progress, user_errors
 from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
     from torchrec_ext.publish.publisher import Published
 
-# What they need is imported when they run, so that `--help` is quick.
+_EXAMPLES = """\b
+Examples:
+  torchrec-ext publish deltas/ redis://localhost:6379/0 --follow
+  torchrec-ext publish deltas/ parquet://snapshots/today
+  torchrec-ext publish deltas/ parquet://snapshots/today --json > published.jsonl
+"""
 
 
-class _Unavailable(click.ClickException):
-    exit_code = 3
-
-
-@click.command("publish")
-@click.argument("directory", metavar="DIR")
+@click.command("publish", epilog=_EXAMPLES)
+@directory_argument
 @click.argument("url")
 @click.option("--follow", is_flag=True, help="Go on with new dumps until SIGTERM or Ctrl-C.")
 @click.option(
@@ -46,7 +47,7 @@ class _Unavailable(click.ClickException):
     help="How long to wait for a sink that is down.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per change, on standard output.")
-def publish_command(
+def command(
     directory: str,
     url: str,
     follow: bool,
@@ -67,16 +68,12 @@ def publish_command(
     or one that an installed package adds. Give the password of Redis in
     TORCHREC_EXT_REDIS_PASSWORD rather than in the URL, which others can see.
 
-    \b
-    Examples:
-      torchrec-ext publish deltas/ redis://localhost:6379/0 --follow
-      torchrec-ext publish deltas/ parquet://snapshots/today
-
-    Exits with 0 when done or stopped, 1 on an error, 2 on wrong usage, and 3 if the sink did not answer
-    in time: publishing again then goes on where it stopped.
+    The exit code is 0 when done or stopped, 2 if it cannot be published, 3 if the sink did not answer in
+    time: publishing again then goes on where it stopped.
     """  # noqa: D301  # click reads the character that backslash-b is
     from torchrec_ext.publish import publish
 
+    logging.getLogger().setLevel(logging.INFO)  # it runs for long, and tells what it does
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())  # finishes the dump at hand
@@ -96,7 +93,7 @@ def publish_command(
                 )
             )
 
-    with _errors():
+    with user_errors(), progress("publishing", unit="rows") as shown:
         position = publish(
             directory,
             url,
@@ -107,51 +104,8 @@ def publish_command(
             poll_seconds=poll,
             retry_seconds=retry,
             on_published=told,
+            on_progress=shown,
         )
     if not as_json:
-        click.echo(
-            f"it holds {position}"
-            if position is not None
-            else f"{without_credentials(directory)} holds no dump yet"
-        )
-
-
-@click.command("lookup", context_settings={"ignore_unknown_options": True})
-@click.argument("where", metavar="DIR_OR_URL")
-@click.argument("table")
-@click.argument("ids", metavar="ID...", nargs=-1, required=True, type=int)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per id, on standard output.")
-def lookup_command(where: str, table: str, ids: tuple[int, ...], as_json: bool) -> None:
-    """Shows what the model answers for the IDs of TABLE, at the last dump in DIR or published at URL.
-
-    \b
-    Examples:
-      torchrec-ext lookup deltas/ mc.user_table 17 42
-      torchrec-ext lookup redis://localhost:6379/0 mc.user_table 17 -- -3
-
-    Exits with 0, with 1 on an error, 2 on wrong usage, and 3 if the sink does not answer.
-    """  # noqa: D301
-    from torchrec_ext.publish import EmbeddingClient
-
-    with _errors(), EmbeddingClient(where) as client:
-        vectors = client.lookup(table, ids)
-    for key, vector in zip(ids, vectors.tolist(), strict=True):
-        if as_json:
-            click.echo(json.dumps({"id": key, "embedding": vector}))
-        else:
-            click.echo(f"{key}\t[{', '.join(f'{value:.6g}' for value in vector)}]")
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Shows what a user can do something about as one line."""
-    from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError
-
-    try:
-        yield
-    except SinkUnavailableError as error:
-        raise _Unavailable(str(error)) from error
-    except (DeltaLogError, PublishError, ValueError, TypeError) as error:
-        raise click.ClickException(str(error)) from error
-    except KeyError as error:
-        raise click.ClickException(str(error.args[0])) from error
+        nothing = f"{without_credentials(directory)} holds no dump yet"
+        click.echo(f"it holds {position}" if position is not None else nothing)

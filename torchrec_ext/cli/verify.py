@@ -1,0 +1,53 @@
+"""``torchrec-ext verify``."""
+
+from __future__ import annotations
+
+import click
+
+from torchrec_ext.cli.output import (
+    directory_argument,
+    json_option,
+    plain,
+    print_json,
+    printable,
+    progress,
+    size,
+    user_errors,
+)
+
+_EXAMPLES = """\b
+Examples:
+  torchrec-ext verify deltas/
+  torchrec-ext verify deltas/ --json > findings.json
+  torchrec-ext verify deltas/ && torchrec-ext publish deltas/ parquet://snapshots/today
+"""
+
+
+@click.command("verify", epilog=_EXAMPLES)
+@directory_argument
+@json_option
+@click.pass_context
+def command(context: click.Context, directory: str, as_json: bool) -> None:
+    """Looks for faults in DIR: reads every manifest, file and row, and tells all that is wrong.
+
+    Checks checksums, the chain of dumps, schemas, counts, keys, ops, vectors, fallback rows and routing.
+    Dumps that are just being written are no faults.
+
+    The exit code is 0 if nothing is wrong, 1 if there are findings, 2 if DIR cannot be read.
+    """
+    from torchrec_ext.delta import verify_log
+
+    with user_errors(), progress("reading") as shown:
+        found = verify_log(directory, progress=shown)
+    if as_json:
+        print_json({"clean": found.clean, **plain(found)})
+    else:
+        for finding in found.findings:
+            click.echo(f"FINDING  {printable(str(finding))}")
+        count = len(found.findings)
+        verdict = f"{count} finding{'s' * (count > 1)}" if count else "clean"
+        click.echo(
+            f"{verdict}; read {found.dumps:,} dumps, {found.files:,} files, {found.rows:,} rows, "
+            f"{size(found.nbytes)}"
+        )
+    context.exit(0 if found.clean else 1)
