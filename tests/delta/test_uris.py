@@ -29,9 +29,10 @@ from tests.support.s3_server import Line, S3Server, needs_moto, no_credentials, 
 from tests.support.trainers import FQN, Trainer, dump
 from tests.support.training import train
 from tests.support.workers import run_on
+from torchrec_ext.cli import main
 from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog, DeltaLogError, DumpId, FencedError
+from torchrec_ext.delta.compaction import remove_own_files
 from torchrec_ext.publish import EmbeddingClient, publish
-from torchrec_ext.publish.cli import lookup_command, publish_command
 
 SPEC = one_table(policy="lru", eviction_interval=1, rows=12)
 IDS = [*range(-2, 60), 2**62, 2**63 - 1]
@@ -85,13 +86,13 @@ def test_log_on_s3_says_what_the_model_answers_also_after_a_restart_and_publishe
 def test_commands_take_uris_and_show_no_credentials(server: S3Server, tmp_path: Path) -> None:
     uri, sink = server.uri("commands"), f"parquet://{tmp_path}/snapshots"
     server.client().create_dir("bucket/commands")
-    nothing = CliRunner().invoke(publish_command, [uri, sink])
+    nothing = CliRunner().invoke(main, ["publish", uri, sink])
     trainer = Trainer(1)
     with trainer.attach(uri) as dumper:
         trainer.train(1)
         dumper.step(1)
-    done = CliRunner().invoke(publish_command, [uri, sink])
-    found = CliRunner().invoke(lookup_command, [uri, FQN, str(trainer.keys()[0]), "--json"])
+    done = CliRunner().invoke(main, ["publish", uri, sink])
+    found = CliRunner().invoke(main, ["lookup", uri, FQN, str(trainer.keys()[0]), "--json"])
     assert (nothing.exit_code, done.exit_code, found.exit_code) == (0, 0, 0)
     assert json.loads(found.output)["embedding"] == trainer.answers()[trainer.keys()[0]]
     assert nothing.output == "s3://bucket/commands holds no dump yet\n"
@@ -158,7 +159,7 @@ def test_process_that_sleeps_between_its_last_look_and_its_commit_misleads_nobod
     publish(uri, sink)
     dump(dumper, 1)
     newer.compare(uri)
-    chain, strays = DeltaLog(uri).chain_and_strays()
+    chain, _, strays = DeltaLog(uri).listing()
     assert ([d.dump for d in chain], [d.dump for d in strays]) == (
         [DumpId(0, 1), DumpId(1, 1)],
         [DumpId(0, 2)],
@@ -170,8 +171,8 @@ def test_process_that_sleeps_between_its_last_look_and_its_commit_misleads_nobod
     assert {name: now[name] for name in seen} == seen
     dumper.close()
     log = DeltaLog(uri)
-    log.remove(DumpId(0, 2))
-    assert DeltaLog(uri).chain_and_strays() == (chain, [])
+    remove_own_files(log.place, DumpId(0, 2).directory)
+    assert DeltaLog(uri).listing() == (chain, {}, [])
     newer.compare(uri)
 
 
@@ -218,7 +219,7 @@ def test_dump_that_may_be_committed_or_not_is_said_again_by_the_next_one(
     dumper.dump(3)
     dumper.flush()
     trainer.compare(there)
-    chain, strays = DeltaLog(there).chain_and_strays()
+    chain, _, strays = DeltaLog(there).listing()
     assert [d.step for d in chain] == [1, 3] and chain[-1].supersedes == (DumpId(0, 2),)
     assert [d.step for d in strays] == ([2] if carried_out else [])
     publish(there, sink)

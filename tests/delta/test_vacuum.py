@@ -12,6 +12,7 @@ import pytest
 
 from tests.delta.test_compact import NOW, check
 from tests.publish.test_publish import Keeper
+from tests.support.filesystems import watched
 from tests.support.logs import TABLES, LogWriter, zch
 from tests.support.trainers import FQN, Trainer, dump
 from torchrec_ext.delta import DeltaLog, DeltaLogError, DumpId, Manifest, VacuumedError, compact, vacuum
@@ -184,6 +185,25 @@ def test_what_died_half_written_goes_with_the_dumps_around_it(writer: LogWriter)
 def test_wrong_argument_is_an_error_that_names_it(writer: LogWriter, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be at least"):
         vacuum(writer.directory, **wrong)
+
+
+def test_log_on_a_file_system_of_pyarrow_is_kept_short_alike(writer: LogWriter) -> None:
+    removed: list[str] = []
+
+    def look(operation: str, path: str) -> None:
+        if "delete" in operation and path.endswith(MANIFEST_NAME):
+            removed.append(path.split("/")[-2])
+
+    filesystem = watched(writer.directory, look)
+    log = DeltaLog(filesystem)
+    compact(log, 20)
+    compact(log)
+    check(writer)
+    done = vacuum(log, **NOW)
+    assert set(removed) >= set(done.dumps) - {"base_000000000060.g0000"}
+    assert [name for name in names(writer) if name != "generations"] == ["base 60"]
+    check(writer)
+    assert DeltaLog(filesystem).files().num_rows == 2
 
 
 def test_gap_that_no_base_explains_is_an_error(writer: LogWriter) -> None:

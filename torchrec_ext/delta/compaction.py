@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-PLAN_NAME, LOCK_NAME = "plan.json", "lock"
+PLAN_NAME, LOCK_NAME = "plan.json", ".lock"
 """In the directory of a base that is being written: what it is made from, and what keeps others from it."""
 
 _PART_BYTES = 256 << 20  # of vectors, in memory; a file of a base is about as large
 _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 131_072, 64 << 20
 _THREADS = 4
 _OWN_FILES = re.compile(
-    r"\.?(part|fallback)_\d+_of_\d+\.parquet(\.tmp)?|\.?(manifest|plan)\.json(\.tmp)?|lock"
+    r"\.?(part|fallback)_\d+_of_\d+\.parquet(\.tmp)?|\.?(manifest|plan)\.json(\.tmp)?|\.lock"
 )
 
 
