@@ -33,6 +33,7 @@ from torchrec_ext.delta import (
     VacuumedError,
     compact,
     compaction,
+    replay,
     vacuum,
 )
 from torchrec_ext.delta import format as fmt
@@ -308,6 +309,16 @@ def test_row_groups_hold_rows_of_one_table_and_files_are_split(
     assert {fqn: keys.tolist() for fqn, keys in scan.keys().items()} == {
         fqn: sorted(table.rows) for fqn, table in writer.tables.items()
     }
+
+
+@pytest.mark.parametrize("highest", [1, 50, 2**62])
+def test_last_places_are_those_of_a_dictionary_however_many_keys_are_sorted_at_once(
+    highest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_SORTED_AT_ONCE", 1000)
+    keys = np.random.default_rng(0).integers(-highest, highest, 5000)
+    last = {key: place for place, key in enumerate(keys.tolist())}
+    assert replay.last_places(keys).tolist() == [last[key] for key in sorted(last)]
 
 
 # Killed at a line.

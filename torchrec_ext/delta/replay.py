@@ -24,6 +24,7 @@ from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
 
 _THREADS = 8
 _COPIED_ROWS = 4096
+_SORTED_AT_ONCE = 1 << 20
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
 """Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``; called on several threads."""
@@ -341,6 +342,25 @@ def fallback_of(
 
 def last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """The last place of each key, int64, in the order of the keys."""
+    if len(keys) < _SORTED_AT_ONCE:
+        return _last_places(keys)
+    shares = min(_THREADS, os.cpu_count() or 1)
+    bounds = np.quantile(keys[:: len(keys) // 1000], np.linspace(0, 1, shares + 1)[1:-1], method="lower")
+
+    def of_share(share: int) -> NDArray[np.int64]:
+        inside = np.ones(len(keys), np.bool_)
+        if share > 0:
+            inside &= keys >= bounds[share - 1]
+        if share < shares - 1:
+            inside &= keys < bounds[share]
+        places = np.flatnonzero(inside)
+        return places[_last_places(keys[places])]
+
+    with reading_threads() as threads:  # NumPy sorts without the GIL
+        return np.concatenate(list(threads.map(of_share, range(shares))))
+
+
+def _last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     if not len(keys):
         return np.empty(0, np.int64)
     # Not a stable sort, which takes three times as long: the last place is the highest.
