@@ -18,6 +18,7 @@ from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, fin
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
+from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.errors import DeltaLogError
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
@@ -91,6 +92,7 @@ class _Group:
     Attributes:
         keys: of the rows that were taken in.
         upsert: whether they are upserts.
+        storage_dtype: how its vectors are stored.
         vectors: which of the group's vectors is theirs, as far as they have one; None: to be counted.
     """
 
@@ -99,6 +101,7 @@ class _Group:
     where: str
     keys: NDArray[np.int64]
     upsert: NDArray[np.bool_]
+    storage_dtype: StorageDtype
     vectors: NDArray[np.int32] | None = None
 
     def vectors_of(self, rows: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
@@ -137,16 +140,18 @@ class Replay:
             raise DeltaLogError(f"{where}: {error}") from error
 
     def _add_groups(self, where: str, path: Path, file: pq.ParquetFile) -> None:
+        stored = fmt.storage_of(file)
         for index, fqn in fmt.row_groups(file):
             if fqn not in self._tables:
                 raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
             columns = file.read_row_group(index, columns=["key_id", "op"])
             upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
             keys = columns["key_id"].to_numpy()
-            group = _Group(path, index, where, keys, upsert)
+            group = _Group(path, index, where, keys, upsert, stored)
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))
-                group = _Group(path, index, where, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
+                vectors = _nth_vector(upsert)[kept]
+                group = _Group(path, index, where, keys[kept], upsert[kept], stored, vectors)
             self._tables[fqn].groups.append(group)
 
     def states(
@@ -186,7 +191,7 @@ class Replay:
 
     def latest(
         self, fqn: str, among: NDArray[np.int64] | None = None
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
         """The vectors of a table after the last dump taken in, a row group at a time.
 
         Args:
@@ -194,15 +199,15 @@ class Replay:
             among: the ids that are asked for; by default all.
 
         Yields:
-            Ids and their vectors, in any order; each id once.
+            Ids, their vectors, and how these are stored, in any order; each id once.
         """
         history = self._history(fqn)
         keys, winners = _latest_upserts(history)
         if among is not None:
             asked = np.isin(keys, among)
             keys, winners = keys[asked], winners[asked]
-        for which, vectors in _vectors_at(history, winners):
-            yield keys[which], vectors
+        for which, vectors, stored in _vectors_at(history, winners):
+            yield keys[which], vectors, stored
 
     def _history(self, fqn: str) -> _TableHistory:
         return self._tables.get(fqn, _NOTHING)
@@ -234,15 +239,15 @@ def _latest_upserts(history: _TableHistory) -> tuple[NDArray[np.int64], NDArray[
 def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.float32]:
     """The vectors at these positions of the table's history, in their order."""
     vectors = np.empty((len(winners), history.info.dim), np.float32)
-    for which, found in _vectors_at(history, winners):
+    for which, found, _ in _vectors_at(history, winners):
         vectors[which] = found
     return vectors
 
 
 def _vectors_at(
     history: _TableHistory, winners: NDArray[np.int64]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Reads the vectors at positions of the table's history: which of the positions, and theirs."""
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
+    """Reads the vectors at positions of the table's history: which of the positions, theirs, how stored."""
     by_position = np.argsort(winners)
     positions = winners[by_position]
     start = 0
@@ -257,7 +262,8 @@ def _vectors_at(
                         found = fmt.vectors_of(column.chunks, history.info.dim)
                     except ValueError as error:
                         raise DeltaLogError(f"{group.where}: {error}") from error
-                    yield by_position[low:high], found[group.vectors_of(positions[low:high] - start)]
+                    here = group.vectors_of(positions[low:high] - start)
+                    yield by_position[low:high], found[here], group.storage_dtype
                 start = stop
 
 

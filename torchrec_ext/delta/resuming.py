@@ -174,9 +174,12 @@ class Comparison:
 
     def _is_another_model(self, standing: Standing, table: TrackedTable, doubtful: Keys) -> bool:
         """Looks at some vectors, which tell a mix-up of checkpoints or logs."""
-        for keys, vectors in self._newest.latest(table.fqn):
+        for keys, vectors, storage_dtype in self._newest.latest(table.fqn):
             trusted = ~np.isin(keys, doubtful) & table.keeps(keys)
-            same, different = standing.confirm(keys[trusted], vectors[trusted])
+            compared = standing.confirm(keys[trusted], vectors[trusted], storage_dtype)
+            if compared is None:
+                return False
+            same, different = compared
             return different > 0 or (same == 0 and bool(trusted.any()))
         return False
 
@@ -192,5 +195,5 @@ class Comparison:
 
 
 def _confirm(standing: Standing, history: Replay, fqn: str, among: Keys | None) -> None:
-    for keys, vectors in history.latest(fqn, among):
-        standing.confirm(keys, vectors)
+    for keys, vectors, storage_dtype in history.latest(fqn, among):
+        standing.confirm(keys, vectors, storage_dtype)
