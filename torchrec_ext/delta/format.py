@@ -72,7 +72,6 @@ PART_SCHEMA, FALLBACK_SCHEMA = part_schema("float32"), fallback_schema("float32"
 # dictionary of them is wasted work, while splitting their bytes lets zstd see the exponents.
 _DICTIONARY = ["global_step", "rank", "world_size", "feature_name", "table_fqn", "op", "source"]
 _STATISTICS = ["table_fqn", "key_id", "op"]
-_BYTE_STREAM_SPLIT = ["embedding.list.element"]
 _ROW_GROUP_ROWS = 131_072
 
 
@@ -178,7 +177,7 @@ class ParquetFileWriter:
                 compression_level=1,
                 use_dictionary=[name for name in _DICTIONARY if name in named],
                 write_statistics=[name for name in _STATISTICS if name in named],
-                use_byte_stream_split=_BYTE_STREAM_SPLIT,
+                use_byte_stream_split=_byte_stream_split(schema),
                 store_schema=False,
             )
         except BaseException:
@@ -227,6 +226,12 @@ class ParquetFileWriter:
         with contextlib.suppress(OSError):
             self._file.close()
         self._hidden.unlink(missing_ok=True)
+
+
+def _byte_stream_split(schema: pa.Schema) -> list[str]:
+    # Of float16 it would take 8 % off, but DuckDB cannot read that.
+    is_half = schema.field("embedding").type.value_type == pa.float16()
+    return [] if is_half else ["embedding.list.element"]
 
 
 def hidden(path: Path) -> Path:
