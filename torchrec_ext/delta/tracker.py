@@ -13,7 +13,7 @@ from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
 from torchrec_ext.delta.keys import difference
 from torchrec_ext.delta.standing import Standing
 from torchrec_ext.delta.storage import LARGEST, StorageDtype
-from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
+from torchrec_ext.delta.tracked import NO_ROW, RowSource, TrackedTable, copy_rows
 from torchrec_ext.errors import CorruptTableError, DeltaDumpError
 
 
@@ -149,7 +149,9 @@ class Tracker:
             if not rows:
                 return None
             (weight,) = self._rows.weights()
-            vectors = weight[list(rows.values())].float().cpu()
+            chosen = torch.tensor(list(rows.values()), device=weight.device)
+            vectors = weight[chosen.clamp(min=0)].float().cpu()
+            vectors[chosen.cpu() == NO_ROW] = 0.0
         self.table.as_answered_(vectors)
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
