@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 
 from tests.support.probed_models import (
     ALL_FEATURES,
@@ -23,12 +25,14 @@ from tests.support.probed_models import (
     build,
     collision,
     lookup,
+    window,
 )
 from tests.support.rounding import rounded
 from tests.support.schedules import shared_directory
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 from torchrec_ext.publish import EmbeddingClient
+from torchrec_ext.zch import find_zch_tables, internals
 
 IDS = list(range(HASH_SIZE))
 KINDS = {
@@ -156,3 +160,127 @@ def _compare(model: nn.Module, directory: str | Path, storage_dtype: str | None 
             assert not expected[~np.isin(IDS, state.keys)].any()
     dist.barrier()
     return counts
+
+
+def _train_and_save(directory: Path) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    model = build()
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        for step in range(1, 9):
+            _take(model, "train", rng)
+            dumper.step(step)
+            if step % 4 == 0:
+                dumper.dump(step)
+        saved: dict[str, Any] = _copied(model)
+        saved["dumper"] = dumper.state_dict()
+        for step in (9, 10):
+            _take(model, "train", rng)
+            dumper.step(step)
+    return saved
+
+
+def _resume(directory: Path, saved: dict[str, Any], with_state: bool) -> tuple[int, int]:
+    model = build()
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        _restore(model, saved)
+        if with_state:
+            dumper.load_state_dict(saved["dumper"])
+        said_again = dumper.resume(8)
+        assert said_again is not None
+        _compare(model, directory)
+        nothing = dumper.dump(9)
+        dumper.flush()
+        _take(model, "train", np.random.default_rng(1))
+        dumper.dump(10)
+        dumper.flush()
+        _compare(model, directory)
+    return said_again.rows, nothing.rows
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_log_goes_back_with_the_model_and_says_nothing_twice(tmp_path: Path, with_state: bool) -> None:
+    log = tmp_path / "deltas"
+    saved = run_on(2, _train_and_save, log)
+    before = DeltaLog(log).dumps()[-1]
+    told = run_on(2, _resume_own, log, saved, with_state)
+    assert sum(rows for rows, _ in told) == before.rows
+    assert sum(rows for _, rows in told) == 0
+
+
+def _resume_own(directory: Path, saved: list[dict[str, Any]], with_state: bool) -> tuple[int, int]:
+    return _resume(directory, saved[dist.get_rank()], with_state)
+
+
+def _probes_as_written_down() -> None:
+    rng = np.random.default_rng(0)
+    model = build()
+    for _ in range(10):
+        _take(model, "no_grad", rng)
+    for table in TABLES:
+        mcm = collision(model, table)
+        slots = mcm._hash_zch_identities.data.view(-1).tolist()
+        mine = [one for one in IDS if mcm._start_bucket <= one // 17 < mcm._end_bucket]
+        expected = [next((slot for slot in window(mcm, one) if slots[slot] == one), -1) for one in mine]
+        assert internals.probe(mcm, torch.tensor(mine)).tolist() == expected
+        assert max(expected) >= 0 > min(expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ids_are_found_where_the_formula_says(world_size: int) -> None:
+    run_on(world_size, _probes_as_written_down)
+
+
+def _move_a_repeated_id(directory: Path) -> None:
+    model = build()
+    mcm = collision(model, "a")
+    first, second, _ = window(mcm, 5)
+    other = next(one for one in IDS if one != 5 and first in window(mcm, one))
+    ids = mcm._hash_zch_identities.data.view(-1)
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        for number, (slot, one) in enumerate([(second, 5), (first, 5), (first, other)], 1):
+            ids[slot] = one  # the second is what two threads of the kernel may do
+            dumper.dump(number)
+            dumper.flush()
+            _compare(model, directory)
+
+
+def test_an_id_that_two_slots_name_is_answered_as_by_the_model(tmp_path: Path) -> None:
+    run_on(1, _move_a_repeated_id, tmp_path / "deltas")
+
+
+def _refusals(options: dict[str, Any]) -> list[str | None]:
+    return [table.unsupported for table in find_zch_tables(build(**options))]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"disable_fallback": False}, "may be any id's; give its .* disable_fallback=True"),
+        ({"input_hash_size": 0}, "input_hash_size is 0; give it an upper bound"),
+        ({"output_segments": [0, 1, 5, 9, 13, 17, 24]}, "make zch_size a multiple of total_num_buckets"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    for found in run_on(1, _refusals, options)[0]:
+        assert found is not None and re.search(reason, found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FBGEMM admits and evicts ids on CUDA only")
+def test_on_cuda_replay_answers_what_the_model_answers(tmp_path: Path) -> None:
+    rendezvous = f"file://{tmp_path}/rendezvous"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=rendezvous, rank=0, world_size=1)
+    try:
+        config = HashZchEvictionConfig(features=ALL_FEATURES, single_ttl=0)
+        policy = HashZchEvictionPolicyName.LRU_EVICTION
+        model = build(device="cuda", eviction_policy_name=policy, eviction_config=config)
+        rng = np.random.default_rng(0)
+        counts: Counter[str] = Counter()
+        with DeltaDumper(model, tmp_path / "deltas", interval_steps=10**9) as dumper:
+            for number, kind in enumerate(["train", "no_grad", "train", "forward_only", "train"] * 6, 1):
+                _take(model, kind, rng)
+                dumper.dump(number)
+                dumper.flush()
+                counts += _compare(model, tmp_path / "deltas")
+        assert counts["hits"] and counts["misses"]
+    finally:
+        dist.destroy_process_group()
