@@ -56,7 +56,7 @@ class ZchTable:
         pooled: whether lookups are pooled into bags.
         divided: whether pooled vectors are divided by the bag's length (MEAN pooling in its module).
         output_dtype: the dtype to which the model rounds its answers.
-        probed: whether it is multi-probe ZCH.
+        probed: whether it is multi-probe ZCH, which has no fallback row: it drops ids without a row.
         unsupported: why the table cannot be followed exactly; None if it can.
     """
 
@@ -110,7 +110,7 @@ class ZchTable:
 
     @property
     def fallback_row(self) -> int:
-        """The local row that answers ids without a row of their own: the shard's last."""
+        """The local row that answers ids without a row of their own: the shard's last, unless ``probed``."""
         return self.num_rows - 1
 
     def weight(self) -> torch.Tensor:

@@ -91,7 +91,8 @@ class ZchWatch(SharedHook[ZchListener]):
         lookups = zip(self._lookups, dist_input, internals.remapped_features(ctx), outputs, strict=True)
         for (tables, num_features), features, remapped, output in lookups:
             if output.requires_grad:
-                # Lengths before the remap are on the host already; but some ids may have been dropped.
+                # Lengths before the remap are on the host already. Where ids are dropped, TorchRec has
+                # waited for the device to tell which, so that one more wait is no harm.
                 counted = remapped if self._drops_ids else features
                 rows = remapped.values()
                 runs = [rows]
