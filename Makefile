@@ -5,11 +5,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+FEAST := .venv-feast
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-recstore test bench lint typecheck wheel clean
+.PHONY: help demo demo-recstore test test-feast bench lint typecheck wheel clean
 
 help: ## Print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,6 +25,9 @@ demo-recstore: $(READY) ## The same with embeddings in a store, read ahead of ti
 
 test: $(READY) ## Run the tests; ARGS="-k zch" goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
+
+test-feast: $(FEAST)/.installed ## Run the tests of the Feast sink, in an environment of their own
+	$(FEAST)/bin/python -m pytest tests/publish/test_feast.py $(ARGS)
 
 bench: $(READY) ## Run the benchmarks: prints a table, writes JSON to bench-results/
 	$(BIN)/python -m tests.benchmarks $(ARGS)
@@ -59,4 +63,10 @@ $(READY): requirements/cpu.txt pyproject.toml
 	$(BIN)/pip install --constraint requirements/cpu.txt torch
 	$(BIN)/pip install --no-deps --requirement requirements/cpu.txt
 	$(BIN)/pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(FEAST)/.installed: requirements/feast.txt pyproject.toml
+	$(PYTHON) -m venv $(FEAST)
+	$(FEAST)/bin/pip install --quiet --no-deps --requirement requirements/feast.txt
+	$(FEAST)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

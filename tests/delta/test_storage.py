@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.support.rounding import largest_error, rounded
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.places import open_place
 from torchrec_ext.delta.storage import LARGEST, decode, encode
 from torchrec_ext.delta.storage import rounded as stored
 
@@ -89,7 +90,8 @@ def test_files_say_how_their_vectors_are_stored(
     tmp_path: Path, storage_dtype: str, dim: int, rows: int
 ) -> None:
     vectors = np.random.default_rng(0).standard_normal((rows, dim)).astype(np.float32)
-    with fmt.ParquetFileWriter(tmp_path / "part", fmt.part_schema(storage_dtype)) as writer:
+    file = open_place(tmp_path).create(".", "part")
+    with fmt.ParquetFileWriter(file, fmt.part_schema(storage_dtype)) as writer:
         for op, some in ((fmt.UPSERT, vectors), (fmt.DELETE, None)):
             writer.write(
                 fmt.part_batch(
