@@ -1,8 +1,11 @@
-"""URLs as they may be shown."""
+"""URLs: what they name, and how they may be shown. The standard library only."""
 
 from __future__ import annotations
 
 from urllib.parse import unquote
+
+PLACES = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
+"""The schemes of URIs that name a place for a log."""
 
 
 def without_credentials(url: str) -> str:

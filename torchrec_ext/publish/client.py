@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow.fs as pafs
 from numpy.typing import ArrayLike, NDArray
 
 from torchrec_ext.answers import HashFunction, as_keys, hashed
-from torchrec_ext.delta.places import SCHEMES
 from torchrec_ext.publish.served import Position, ServedTable
 from torchrec_ext.publish.sink import Sink, open_sink
+from torchrec_ext.urls import PLACES
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
 
 
 class EmbeddingClient:
@@ -102,7 +105,7 @@ class EmbeddingClient:
 
 
 def _open(url: str | os.PathLike[str] | pafs.FileSystem) -> Sink:
-    if isinstance(url, str) and "://" in url and url.partition("://")[0] not in SCHEMES:
+    if isinstance(url, str) and "://" in url and url.partition("://")[0] not in PLACES:
         return open_sink(url)
     from torchrec_ext.publish.directory import DirectoryReader
 

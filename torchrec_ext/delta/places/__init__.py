@@ -10,6 +10,6 @@ from __future__ import annotations
 from torchrec_ext.delta.places.local import LocalPlace
 from torchrec_ext.delta.places.place import NewFile, Place, PlacedFile
 from torchrec_ext.delta.places.remote import RemotePlace
-from torchrec_ext.delta.places.uris import SCHEMES, open_place
+from torchrec_ext.delta.places.uris import open_place
 
-__all__ = ["SCHEMES", "LocalPlace", "NewFile", "Place", "PlacedFile", "RemotePlace", "open_place"]
+__all__ = ["LocalPlace", "NewFile", "Place", "PlacedFile", "RemotePlace", "open_place"]

@@ -11,10 +11,7 @@ import pyarrow.fs as pafs
 from torchrec_ext.delta.places.local import LocalPlace
 from torchrec_ext.delta.places.place import Place
 from torchrec_ext.delta.places.remote import OBJECT_STORES, RemotePlace, kind_of, said
-from torchrec_ext.urls import without_credentials
-
-SCHEMES = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
-"""Of the URIs that name a place."""
+from torchrec_ext.urls import PLACES, without_credentials
 
 
 def open_place(where: str | os.PathLike[str] | pafs.FileSystem | Place) -> Place:
@@ -34,8 +31,8 @@ def open_place(where: str | os.PathLike[str] | pafs.FileSystem | Place) -> Place
     scheme, separator, _ = text.partition("://")
     if not separator:
         return LocalPlace(Path(text))
-    if scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    if scheme not in PLACES:
+        known = ", ".join(f"{scheme}://" for scheme in PLACES)
         raise ValueError(f"{without_credentials(text)}: it must be a path, or a URI of {known}")
     if scheme == "file":
         parts = urlsplit(text)
