@@ -43,6 +43,8 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     (EVERY_STEP | {"tables": ["MC.t0"]}, "'MC.t0' matches no table"),
     (EVERY_STEP | {"first_dump": "none"}, "first_dump must be 'full' or 'delta', not 'none'"),
+    (EVERY_STEP | {"storage_dtype": "float32"}, "storage_dtype must be 'float16', 'int8', or None .*, not"),
+    (EVERY_STEP | {"storage_dtype": torch.int8}, "storage_dtype must be 'float16', 'int8', or None .*, not"),
     (EVERY_STEP | {"max_pending": 0}, "max_pending must be an integer, at least 1, not 0"),
     (EVERY_STEP | {"max_pending_bytes": 0}, "max_pending_bytes must be a positive integer, not 0"),
     (EVERY_STEP | {"max_pending_bytes": -1}, "max_pending_bytes must be a positive integer, not -1"),

@@ -1,4 +1,7 @@
-"""The fidelity invariant: replaying the dumps answers what the model answers, for every id, bit for bit."""
+"""The fidelity invariant: replaying the dumps answers what the model answers, for every id, bit for bit.
+
+Where vectors are stored rounded, it answers what the model answers after the same rounding.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ MUST_SEE = (
     "re-admissions",
     "same-row re-admissions",
     "same-row re-admissions within an interval",
+    "stored as float32",
+    "stored as float16",
+    "stored as int8",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, run_script, script_of
 from torchrec_ext.delta import DeltaLog, verify_log
+from torchrec_ext.delta.storage import encode, rounded
 
 QUICK_START = "docs/quickstart.md"
 # Those that find the files themselves; that of docs/scaling.md wants views, and tests/delta runs it.
@@ -91,13 +93,22 @@ def test_replay_without_this_package_finds_what_replay_finds(
     one_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(one_run)
-    (block,) = blocks_of("docs/format.md", "python")
+    _, block = blocks_of("docs/format.md", "python")
     namespace: dict[str, dict[tuple[str, int], list[float]]] = {}
     exec(block.text, namespace)
     states = DeltaLog("deltas").replay()
     assert len(namespace["vectors"]) == sum(len(state) for state in states.values())
     for (name, key), vector in namespace["vectors"].items():
         assert states[name].lookup(key)[0].tolist() == vector
+
+
+def test_int8_rows_are_decoded_without_this_package_as_with_it() -> None:
+    decoder, _ = blocks_of("docs/format.md", "python")
+    namespace: dict[str, Any] = {}
+    exec(decoder.text, namespace)
+    vectors = np.random.default_rng(0).standard_normal((100, 24)).astype(np.float32)
+    found = namespace["decode_int8"](encode(vectors, "int8"), 24)
+    assert np.array_equal(found.view(np.int32), rounded(vectors, "int8").view(np.int32))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.support.rounding import STORAGE_DTYPES, rounded
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, RankStats, TableInfo
 from torchrec_ext.delta.places import open_place
@@ -96,6 +98,7 @@ class LogWriter:
         deletes: Mapping[str, list[int]] | None = None,
         *,
         world_size: int = 2,
+        storage_dtype: str | None = None,
     ) -> DumpId:
         """Commits a dump in which these keys get new vectors, and these lose theirs."""
         upserts, deletes = dict(upserts or {}), dict(deletes or {})
@@ -113,7 +116,8 @@ class LogWriter:
                 if table.info.source == "zch":
                     table.exceptions = {INT64_MAX: self.vectors(fqn, 1)[0]}
         dump = DumpId(self._generation, step)
-        self._write(dump, touched, world_size)
+        self._write(dump, touched, world_size, storage_dtype or "float32")
+        self._round(touched, storage_dtype)
         rows = {fqn: dict(table.rows) for fqn, table in self.tables.items()}
         self._history.append((dump, rows, touched))
         self._previous, self._supersedes, self._said = dump, (), {}
@@ -139,13 +143,27 @@ class LogWriter:
         table = self.tables[fqn]
         return sorted(table.rows) if table.info.key_space == "row" else IDS
 
-    def _write(self, dump: DumpId, touched: Mapping[str, set[int]], world_size: int) -> None:
+    def _round(self, touched: Mapping[str, set[int]], storage_dtype: str | None) -> None:
+        """Rounds what a dump wrote, as readers find it."""
+        for fqn, table in self.tables.items():
+            for key in touched[fqn] & table.rows.keys():
+                table.rows[key] = rounded(table.rows[key][None], storage_dtype)[0]
+            if len(table.fallback):
+                table.fallback = rounded(table.fallback, storage_dtype)
+            table.exceptions = {
+                key: rounded(vector[None], storage_dtype)[0] for key, vector in table.exceptions.items()
+            }
+
+    def _write(
+        self, dump: DumpId, touched: Mapping[str, set[int]], world_size: int, storage_dtype: str
+    ) -> None:
         self.place.make_folder(dump.directory)
         parts, fallbacks, stats = [], [], []
         for rank in range(world_size):
             name = fmt.part_name(rank, world_size)
             counts = {fmt.UPSERT: 0, fmt.DELETE: 0}
-            with fmt.ParquetFileWriter(self.place.create(dump.directory, name), fmt.PART_SCHEMA) as file:
+            schema = fmt.part_schema(storage_dtype)
+            with fmt.ParquetFileWriter(self.place.create(dump.directory, name), schema) as file:
                 for fqn, table in self.tables.items():
                     keys = sorted(key for key in touched[fqn] if table.shard_of(key) % world_size == rank)
                     kept = [key for key in keys if key in table.rows]
@@ -166,18 +184,20 @@ class LogWriter:
                                     vectors=np.stack([table.rows[key] for key in chosen])
                                     if op == fmt.UPSERT
                                     else None,
+                                    storage_dtype=storage_dtype,
                                 )
                             )
             parts.append(FileEntry(name, rank, file.rows, file.nbytes, file.crc32))
             stats.append(RankStats(counts[fmt.UPSERT], counts[fmt.DELETE], 0.0))
             name = fmt.fallback_name(rank, world_size)
-            with fmt.ParquetFileWriter(self.place.create(dump.directory, name), fmt.FALLBACK_SCHEMA) as file:
+            schema = fmt.fallback_schema(storage_dtype)
+            with fmt.ParquetFileWriter(self.place.create(dump.directory, name), schema) as file:
                 for fqn, table in self.tables.items():
                     for shard, vector in enumerate(table.fallback):
                         if shard % world_size == rank:
                             last = shard == len(table.fallback) - 1
                             exceptions = table.exceptions if last else {}
-                            file.write(fmt.fallback_batch(fqn, shard, vector, exceptions))
+                            file.write(fmt.fallback_batch(fqn, shard, vector, exceptions, storage_dtype))
             fallbacks.append(FileEntry(name, rank, file.rows, file.nbytes, file.crc32))
         now = time.time()
         manifest = Manifest(
@@ -186,7 +206,10 @@ class LogWriter:
             world_size=world_size,
             created_unix=now,
             committed_unix=now + self._lag_seconds,
-            tables={fqn: table.info for fqn, table in self.tables.items()},
+            tables={
+                fqn: dataclasses.replace(table.info, storage_dtype=storage_dtype)
+                for fqn, table in self.tables.items()
+            },
             parts=tuple(parts),
             fallbacks=tuple(fallbacks),
             stats=tuple(stats),
@@ -213,6 +236,7 @@ class Event:
     back: int | None
     world_size: int
     publish: bool
+    storage_dtype: str | None
 
 
 def events() -> st.SearchStrategy[list[Event]]:
@@ -227,6 +251,7 @@ def events() -> st.SearchStrategy[list[Event]]:
         back=st.none() | st.integers(0, 3),
         world_size=st.integers(1, 3),
         publish=st.booleans(),
+        storage_dtype=st.sampled_from(STORAGE_DTYPES),
     )
     return st.lists(event, min_size=1, max_size=8)
 
@@ -238,5 +263,11 @@ def play(writer: LogWriter, event: Event, number: int, steps: list[int]) -> None
         writer.resume(steps[-1])
         number = steps[-1] // 10 + 1
     step = max(10 * number, steps[-1] + 1 if steps else 0)
-    writer.dump(step, event.upserts, event.deletes, world_size=event.world_size)
+    writer.dump(
+        step,
+        event.upserts,
+        event.deletes,
+        world_size=event.world_size,
+        storage_dtype=event.storage_dtype,
+    )
     steps.append(step)

@@ -24,6 +24,7 @@ from tests.support.plain_models import (
     keyed,
     variable_keyed,
 )
+from tests.support.rounding import STORAGE_DTYPES, rounded
 from tests.support.schedules import shared_directory
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 
@@ -119,6 +120,7 @@ class Session:
             for table in collection.tables:
                 ids = list(range(table.rows))
                 expected = answers(self.model, self.spec, module, table, ids).numpy()
+                expected = rounded(expected, self._options.get("storage_dtype"))
                 replayed = state[f"{module}.{table.name}"].lookup(ids)
                 wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
                 assert not wrong.any(), f"{module}.{table}: rows {np.flatnonzero(wrong)} differ"
@@ -219,6 +221,7 @@ def schedules(draw: st.DrawFn, world_size: int) -> Schedule:
         )
     )
     options = draw(st.sampled_from([(), (), (("max_pending_bytes", 1),)]))
+    options += (("storage_dtype", draw(st.sampled_from([None, *STORAGE_DTYPES]))),)
     return Schedule(
         spec,
         tuple(steps),

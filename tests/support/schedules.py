@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.models import Spec, Table, answers, build, keyed, loss_of
+from tests.support.rounding import STORAGE_DTYPES, rounded
 from torchrec_ext.checkpoint import reset_evicted_optimizer_state
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 
@@ -48,6 +49,7 @@ class Schedule:
     steps: tuple[Step, ...]
     vocabulary: int
     strange: float
+    storage_dtype: str | None = None
 
 
 @st.composite
@@ -104,6 +106,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         tuple(steps),
         vocabulary=draw(st.sampled_from([15, 40, 120])),
         strange=draw(st.sampled_from([0.0, 0.05, 0.3])),
+        storage_dtype=draw(st.sampled_from([None, *STORAGE_DTYPES])),
     )
 
 
@@ -132,7 +135,8 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
         reset_evicted_optimizer_state(model) if fresh_state else contextlib.nullcontext(),
         shared_directory() as directory,
     ):
-        with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        stored = schedule.storage_dtype
+        with DeltaDumper(model, directory, interval_steps=10**9, storage_dtype=stored) as dumper:
             for number, step in enumerate(schedule.steps, 1):
                 bags = _bags(schedule, number, step)
                 seen.update(i for feature in bags.values() for bag in feature for i in bag)
@@ -144,14 +148,17 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
                     dumper.dump(number)
                     dumper.flush()
                     counts["dumps"] += 1
-                    counts += compare(model, spec, directory, gather_ids(seen))
+                    counts += compare(model, spec, directory, gather_ids(seen), stored)
                     observer.interval_ends()
-        counts += compare(model, spec, directory, gather_ids(seen))
+        counts += compare(model, spec, directory, gather_ids(seen), stored)
+    counts[f"stored as {stored or 'float32'}"] += 1
     return counts + observer.counts
 
 
-def compare(model: nn.Module, spec: Spec, directory: str, ids: list[int]) -> Counter[str]:
-    """Compares what the log replays with what the model answers, bit for bit.
+def compare(
+    model: nn.Module, spec: Spec, directory: str, ids: list[int], storage_dtype: str | None = None
+) -> Counter[str]:
+    """Compares what the log replays with what the model answers, rounded as it is stored, bit for bit.
 
     All ranks must call it, with the same ids.
     """
@@ -159,7 +166,7 @@ def compare(model: nn.Module, spec: Spec, directory: str, ids: list[int]) -> Cou
     counts: Counter[str] = Counter()
     for module, tables in spec.modules.items():
         for table in tables:
-            expected = answers(model, spec, module, table.name, ids).numpy()
+            expected = rounded(answers(model, spec, module, table.name, ids).numpy(), storage_dtype)
             replayed = state[f"{module}.{table.name}"].lookup(ids)
             wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
             assert not wrong.any(), (

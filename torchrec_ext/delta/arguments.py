@@ -16,6 +16,7 @@ def check_arguments(
     interval_seconds: float | None,
     tables: Sequence[str] | None,
     first_dump: str,
+    storage_dtype: str | None,
     max_pending: int,
     max_pending_bytes: int | None,
 ) -> None:
@@ -39,6 +40,10 @@ def check_arguments(
         raise ValueError(f"tables must be a sequence of patterns: tables=[{tables!r}]")
     if first_dump not in ("full", "delta"):
         raise ValueError(f"first_dump must be 'full' or 'delta', not {first_dump!r}")
+    if storage_dtype not in (None, "float16", "int8"):
+        raise ValueError(
+            f"storage_dtype must be 'float16', 'int8', or None for exact vectors, not {storage_dtype!r}"
+        )
     if not (is_integer(max_pending) and max_pending >= 1):
         raise ValueError(f"max_pending must be an integer, at least 1, not {max_pending!r}")
     if max_pending_bytes is not None and not (is_integer(max_pending_bytes) and max_pending_bytes > 0):

@@ -26,6 +26,7 @@ from torchrec_ext.delta.manifest import (
     TableInfo,
 )
 from torchrec_ext.delta.ranks import leave
+from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.errors import DeltaDumpError, DeltaLogError, FencedError
 from torchrec_ext.ranks import gather
 
@@ -64,6 +65,7 @@ class Committer:
         generation: the run's right to commit.
         previous: the last dump committed before this run.
         group: used by nobody else while a dump is being committed; None in a single process.
+        storage_dtype: how vectors are stored.
 
     Attributes:
         last_committed: the last dump of this run that was committed.
@@ -77,6 +79,7 @@ class Committer:
         generation: Generation,
         previous: DumpId | None,
         group: dist.ProcessGroup | None,
+        storage_dtype: StorageDtype,
     ) -> None:
         self.last_committed: DumpId | None = None
         self._place = generation.place
@@ -85,6 +88,7 @@ class Committer:
         self._previous = previous
         self._supersedes: tuple[DumpId, ...] = ()
         self.group = group
+        self._storage_dtype = storage_dtype
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._uncommitted: dict[str, TableDelta] = {}
@@ -160,7 +164,8 @@ class Committer:
         self._place.make_folder(folder)
         name = fmt.part_name(self._rank, self._world_size)
         upserts = deletes = 0
-        with fmt.ParquetFileWriter(self._place.create(folder, name), fmt.PART_SCHEMA) as file:
+        schema = fmt.part_schema(self._storage_dtype)
+        with fmt.ParquetFileWriter(self._place.create(folder, name), schema) as file:
             for delta in self._with_uncommitted(cut.deltas):
                 upserts += len(delta.upsert_keys)
                 deletes += len(delta.delete_keys)
@@ -169,10 +174,13 @@ class Committer:
         self._own_files.append(name)
         part = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
         name = fmt.fallback_name(self._rank, self._world_size)
-        with fmt.ParquetFileWriter(self._place.create(folder, name), fmt.FALLBACK_SCHEMA) as file:
-            for answers in cut.answers:
+        schema = fmt.fallback_schema(self._storage_dtype)
+        with fmt.ParquetFileWriter(self._place.create(folder, name), schema) as file:
+            for told in cut.answers:
                 file.write(
-                    fmt.fallback_batch(answers.fqn, answers.shard, answers.fallback, answers.exceptions)
+                    fmt.fallback_batch(
+                        told.fqn, told.shard, told.fallback, told.exceptions, self._storage_dtype
+                    )
                 )
         self._own_files.append(name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
@@ -196,6 +204,7 @@ class Committer:
             feature_name=",".join(self._tables[delta.fqn].features),
             table_fqn=delta.fqn,
             source=self._tables[delta.fqn].source,
+            storage_dtype=self._storage_dtype,
         )
         if len(delta.upsert_keys):
             keys = np.split(delta.upsert_keys, np.cumsum([len(v) for v in delta.vectors])[:-1])

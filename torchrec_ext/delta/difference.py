@@ -123,8 +123,8 @@ def distances(vectors: NDArray[np.float32], others: NDArray[np.float32] | np.flo
 def _vectors_before(replay: Replay, fqn: str, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The keys that a replay holds of a table, sorted, and their vectors."""
     pieces = list(replay.latest(fqn))
-    keys = np.concatenate([_NONE, *(keys for keys, _ in pieces)])
-    vectors = np.concatenate([np.empty((0, dim), np.float32), *(vectors for _, vectors in pieces)])
+    keys = np.concatenate([_NONE, *(keys for keys, _, _ in pieces)])
+    vectors = np.concatenate([np.empty((0, dim), np.float32), *(vectors for _, vectors, _ in pieces)])
     order = np.argsort(keys)
     return keys[order], vectors[order]
 

@@ -66,6 +66,9 @@ class DeltaDumper:
         tables: ``fnmatch`` patterns of table FQNs (``"mc.*"``); by default all that are supported.
         first_dump: ``"full"``: the first dump holds every row that an id owns. ``"delta"``: only those
             that change from now on, for consumers that start from a checkpoint.
+        storage_dtype: how vectors are stored. None: exactly, whatever the table's dtype. ``"float16"``, or
+            ``"int8"`` by FBGEMM's row-wise quantisation: smaller, and replaying gives the vectors so rounded.
+            Vectors are rounded on their way to the disk only, so that errors do not add up.
         max_pending: dumps that may wait for the disk before training does.
         max_pending_bytes: host memory for vectors that wait for the disk, by default 1 GiB. A dump that
             is larger is written in pieces while training stands still.
@@ -93,11 +96,21 @@ class DeltaDumper:
         interval_seconds: float | None = None,
         tables: Sequence[str] | None = None,
         first_dump: Literal["full", "delta"] = "full",
+        storage_dtype: Literal["float16", "int8"] | None = None,
         max_pending: int = 2,
         max_pending_bytes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_arguments(interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes)
+        check_arguments(
+            interval_steps,
+            interval_seconds,
+            tables,
+            first_dump,
+            storage_dtype,
+            max_pending,
+            max_pending_bytes,
+        )
+        stored = storage_dtype or "float32"
         self._place = place_for(output_dir)
         found = select_tables(find_tables(model), tables, model)
         self._steps = Steps()
@@ -127,16 +140,20 @@ class DeltaDumper:
                     for number, (part, rows) in enumerate(parts):
                         held = opened.held.get(table.fqn, NO_KEYS)
                         trackers[f"{table.fqn}/{number}"] = Tracker(
-                            part, rows, publish_all=publish_all, orphans=held[part.keeps(held)]
+                            part,
+                            rows,
+                            publish_all=publish_all,
+                            orphans=held[part.keeps(held)],
+                            storage_dtype=stored,
                         )
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
                 pin_memory=any(rows.device.type == "cuda" for parts in self._rows.values() for rows in parts),
             )
-            infos = {table.fqn: describe(table) for table in found}
+            infos = {table.fqn: describe(table, stored) for table in found}
             previous = opened.dumps[-1].dump if opened.dumps else None
             # From here on the group is the writer's, unless it has nothing to write.
-            self._committer = Committer(infos, opened.generation, previous, group)
+            self._committer = Committer(infos, opened.generation, previous, group, stored)
             joiner = ColumnJoiner(self._committer, split, self._followers.lose) if group and split else None
         except BaseException:
             self._followers.detach()
@@ -176,7 +193,8 @@ class DeltaDumper:
         Raises:
             ValueError: the step number does not grow.
             CorruptTableError: a table of this rank contradicts itself.
-            DeltaDumpError: an earlier dump was not committed, here or on another rank.
+            DeltaDumpError: an earlier dump was not committed, here or on another rank; or a vector is too
+                large for ``storage_dtype``.
             FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()
@@ -204,7 +222,8 @@ class DeltaDumper:
         Raises:
             ValueError: the step number does not grow, or ``metadata`` is not a JSON object.
             CorruptTableError: a table of this rank contradicts itself.
-            DeltaDumpError: an earlier dump was not committed, here or on another rank.
+            DeltaDumpError: an earlier dump was not committed, here or on another rank; or a vector is too
+                large for ``storage_dtype``.
             FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()

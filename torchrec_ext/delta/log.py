@@ -198,6 +198,8 @@ class DeltaLog:
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
 
+        Vectors that are stored as float16 or int8 are decoded.
+
         Args:
             step: the dump's step.
             generation: its run generation, of a superseded dump too; by default the newest that dumped
@@ -208,7 +210,9 @@ class DeltaLog:
             DeltaLogError: there is no such dump, or a file of it is missing or damaged.
         """
         dump = self._find(step, generation)
-        return self.rows_of(dump, dump.parts, fmt.PART_SCHEMA)
+        rows = self.rows_of(dump, dump.parts, fmt.PART_SCHEMA)
+        at = rows.schema.names.index("embedding")
+        return rows.set_column(at, fmt.PART_SCHEMA.field("embedding"), fmt.decoded(rows["embedding"]))
 
     def replay(
         self,

@@ -78,7 +78,7 @@ class TableInfo:
 
     Attributes:
         dim: embedding dimension.
-        dtype: the table's own dtype, such as ``float32``; the files hold float32, which is exact.
+        dtype: the table's own dtype, such as ``float32``.
         key_space: ``raw`` ids, ids ``hashed`` by the table's ``input_hash_func``, or global ``row`` ids.
         num_embeddings: rows of all shards.
         num_shards: shards, each with a fallback row, unless every key has a row of its own.
@@ -87,6 +87,7 @@ class TableInfo:
             tables of its kind have none.
         features: the features that look it up.
         source: what kind of table it is: ``zch``, ``recstore`` or ``plain``.
+        storage_dtype: how this dump stores its vectors: ``float32``, which is exact, ``float16`` or ``int8``.
     """
 
     dim: int
@@ -98,6 +99,7 @@ class TableInfo:
     hash_size: int
     features: tuple[str, ...]
     source: str = "zch"
+    storage_dtype: str = "float32"
 
     @property
     def routing(self) -> ShardRouting:

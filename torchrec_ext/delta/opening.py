@@ -22,6 +22,7 @@ from torchrec_ext.delta.manifest import DumpId, Manifest, TableInfo
 from torchrec_ext.delta.marked import mark
 from torchrec_ext.delta.places import LocalPlace, Place, open_place
 from torchrec_ext.delta.replay import KeyFilter
+from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
 from torchrec_ext.ranks import gather, on_every_rank
@@ -72,8 +73,8 @@ def select_tables(
     return supported
 
 
-def describe(table: TrackedTable) -> TableInfo:
-    """What the manifest says of a table."""
+def describe(table: TrackedTable, storage_dtype: StorageDtype = "float32") -> TableInfo:
+    """What the manifest says of a table, of which vectors are stored so."""
     return TableInfo(
         dim=table.dim,
         dtype=str(table.dtype).removeprefix("torch."),
@@ -84,6 +85,7 @@ def describe(table: TrackedTable) -> TableInfo:
         hash_size=table.hash_size,
         features=table.features,
         source=table.kind,
+        storage_dtype=storage_dtype,
     )
 
 

@@ -20,6 +20,7 @@ from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.places import PlacedFile
+from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
 
 _THREADS = 8
@@ -97,6 +98,7 @@ class _Group:
     Attributes:
         keys: of the rows that were taken in.
         upsert: whether they are upserts.
+        storage_dtype: how its vectors are stored.
         vectors: which of the group's vectors is theirs, as far as they have one; None: to be counted.
     """
 
@@ -104,6 +106,7 @@ class _Group:
     index: int
     keys: NDArray[np.int64]
     upsert: NDArray[np.bool_]
+    storage_dtype: StorageDtype
     vectors: NDArray[np.int32] | None = None
 
     def vectors_of(self, rows: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
@@ -159,14 +162,15 @@ class Replay:
             self._tables[fqn].groups.append(group)
 
     def _groups(self, dump: Manifest, part: PlacedFile, file: pq.ParquetFile) -> Part:
+        stored = fmt.storage_of(file)
         for index, fqn in fmt.row_groups(file):
             if fqn not in dump.tables:
                 raise DeltaLogError(f"{part}: rows of {fqn}, which its manifest does not list")
             keys, upsert = fmt.read_keys(file, index)
-            group = _Group(part, index, keys, upsert)
+            group = _Group(part, index, keys, upsert, stored)
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))
-                group = _Group(part, index, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
+                group = _Group(part, index, keys[kept], upsert[kept], stored, _nth_vector(upsert)[kept])
             yield fqn, group
 
     def states(
@@ -212,7 +216,7 @@ class Replay:
 
     def latest(
         self, fqn: str, among: NDArray[np.int64] | None = None
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
         """The vectors of a table after the last dump taken in, a row group at a time.
 
         Args:
@@ -220,15 +224,15 @@ class Replay:
             among: the ids that are asked for; by default all.
 
         Yields:
-            Ids and their vectors, in any order; each id once.
+            Ids, their vectors, and how these are stored, in any order; each id once.
         """
         history = self._history(fqn)
         keys, winners = _latest_upserts(history)
         if among is not None:
             asked = np.isin(keys, among)
             keys, winners = keys[asked], winners[asked]
-        for which, vectors in _vectors_at(history, winners):
-            yield keys[which], vectors
+        for which, vectors, stored in _vectors_at(history, winners):
+            yield keys[which], vectors, stored
 
     def _history(self, fqn: str) -> _TableHistory:
         return self._tables.get(fqn, _NOTHING)
@@ -248,7 +252,7 @@ def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.fl
     vectors = np.empty((len(winners), history.info.dim), np.float32)
 
     def read(wanted: _Wanted) -> None:
-        for which, found, rows in _read(wanted, history.info.dim):
+        for _, which, found, rows in _read(wanted, history.info.dim):
             # What is copied stays in the cache, and in memory that was used before.
             for start in range(0, len(rows), _COPIED_ROWS):
                 here = slice(start, start + _COPIED_ROWS)
@@ -262,11 +266,11 @@ def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.fl
 
 def _vectors_at(
     history: _TableHistory, winners: NDArray[np.int64]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Reads the vectors at positions of the table's history: which of the positions, and theirs."""
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
+    """Reads the vectors at positions of the table's history: which of the positions, theirs, how stored."""
     for wanted in _wanted(history, winners):
-        for which, found, rows in _read(wanted, history.info.dim):
-            yield which, found[rows]
+        for group, which, found, rows in _read(wanted, history.info.dim):
+            yield which, found[rows], group.storage_dtype
 
 
 _Wanted = list[tuple[_Group, NDArray[np.int64], NDArray[np.int64]]]
@@ -292,15 +296,15 @@ def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wan
 
 def _read(
     wanted: _Wanted, dim: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.integer[Any]]]]:
-    """Which of the positions asked for, a row group's vectors, and which of these are theirs."""
+) -> Iterator[tuple[_Group, NDArray[np.int64], NDArray[np.float32], NDArray[np.integer[Any]]]]:
+    """A row group, which of the positions asked for are its, its vectors, and which of them are theirs."""
     part = wanted[0][0].file
     try:
         with part.open() as file:
             for group, which, rows in wanted:
                 column = file.read_row_group(group.index, columns=["embedding"], use_threads=False)
                 found = fmt.vectors_of(column["embedding"].chunks, dim)
-                yield which, found, group.vectors_of(rows)
+                yield group, which, found, group.vectors_of(rows)
     except MissingFileError as error:
         raise gone(part) from error
     except ValueError as error:

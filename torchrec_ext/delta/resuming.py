@@ -186,7 +186,8 @@ class Comparison:
         """Looks at the vectors dumped last, which tell a mix-up of checkpoints, or another model."""
         keys = difference(self._kept.by_age(table.fqn), doubtful)
         keys = keys[table.keeps(keys)][-_LOOK:]
-        counts = [standing.confirm(*found) for found in self._kept.latest(table.fqn, keys)]
+        compared = [standing.confirm(*found) for found in self._kept.latest(table.fqn, keys)]
+        counts = [count for count in compared if count is not None]
         return any(different for _, different in counts) or (bool(counts) and not any(s for s, _ in counts))
 
     def _by_vectors(self, tracker: Tracker) -> Standing:
@@ -201,5 +202,5 @@ class Comparison:
 
 
 def _confirm(standing: Standing, history: Replay, fqn: str, among: Keys | None) -> None:
-    for keys, vectors in history.latest(fqn, among):
-        standing.confirm(keys, vectors)
+    for keys, vectors, storage_dtype in history.latest(fqn, among):
+        standing.confirm(keys, vectors, storage_dtype)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES
+from torchrec_ext.delta.storage import StorageDtype, rounded
 from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
 
 
@@ -54,16 +55,22 @@ class Standing:
         self.said[self._find(keys)[0]] = False
 
     @torch.no_grad()
-    def confirm(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> tuple[int, int]:
+    def confirm(
+        self, keys: NDArray[np.int64], vectors: NDArray[np.float32], storage_dtype: StorageDtype
+    ) -> tuple[int, int] | None:
         """Compares vectors in the log, bit for bit, with those that the model has for the same keys now.
 
         Args:
             keys: int64 ``[n]``, each once.
             vectors: float32, whole ones.
+            storage_dtype: how the log stores them: the model's are rounded in the same way first.
 
         Returns:
             How many keys have the same vector in the model, and how many another one; others have none.
+            None if this rank cannot tell, and says of no row that it is in the log as it is.
         """
+        if storage_dtype == "int8" and vectors.shape[1] != self._table.dim:
+            return None  # that rounding takes whole vectors, and this rank has some of the columns
         places, found = self._find(keys)
         confirmed = 0
         chunk = max(1, CHUNK_BYTES // (4 * self._table.dim))
@@ -75,7 +82,8 @@ class Standing:
                 copy_rows(self._source.weights(), self.rows.index_select(0, rows), matrix)
             self._table.as_answered_(matrix)
             logged = np.ascontiguousarray(vectors[found[start : start + chunk]][:, self._table.columns])
-            same = (matrix.numpy().view(np.int32) == logged.view(np.int32)).all(axis=1)
+            stored = rounded(matrix.numpy(), storage_dtype)
+            same = (stored.view(np.int32) == logged.view(np.int32)).all(axis=1)
             self.said[here] = same
             confirmed += int(same.sum())
         return confirmed, len(places) - confirmed

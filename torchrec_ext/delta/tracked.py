@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from torchrec_ext.zch import ShardRouting
 
+NO_ROW = -1
+"""Stands for a row of zeros."""
+
 
 class TrackedTable(Protocol):
     """One table of a model, as this rank holds it: a ``ZchTable``, ``RecStoreTable`` or ``PlainTable``."""
@@ -139,7 +142,10 @@ class RowSource(Protocol):
         """The live rows, matrices ``[num_rows, columns]`` that side by side have ``dim`` columns."""
 
     def fallback_rows(self) -> Mapping[int | None, int]:
-        """The rows that answer keys which own none: all keys of the shard (None), or just one."""
+        """The rows that answer keys which own none: all keys of the shard (None), or just one.
+
+        ``NO_ROW`` stands for a vector of zeros.
+        """
 
     def mark(self, rows: torch.Tensor | None) -> None:
         """Makes ``changed`` name rows (global rows or keys, as ``DeltaDumper.mark`` says), or all."""

@@ -12,8 +12,9 @@ from torchrec_ext.delta.buffers import Arena
 from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
 from torchrec_ext.delta.keys import difference
 from torchrec_ext.delta.standing import Standing
-from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
-from torchrec_ext.errors import CorruptTableError
+from torchrec_ext.delta.storage import LARGEST, StorageDtype
+from torchrec_ext.delta.tracked import NO_ROW, RowSource, TrackedTable, copy_rows
+from torchrec_ext.errors import CorruptTableError, DeltaDumpError
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Tracker:
         publish_all: whether the first delta holds every owned row (else: those that change from now).
         orphans: keys that a consumer of the log holds already, int64; the first delta deletes those
             that own no row.
+        storage_dtype: how the log stores vectors, which must be able to hold them.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Tracker:
         *,
         publish_all: bool,
         orphans: NDArray[np.int64] = NO_KEYS,
+        storage_dtype: StorageDtype = "float32",
     ) -> None:
         self.table = table
+        self._storage_dtype = storage_dtype
         self._rows = rows
         self._orphans = orphans
         self._unsaid = torch.empty(0, dtype=torch.int64, device=rows.device)
@@ -112,6 +116,7 @@ class Tracker:
 
         Raises:
             CorruptTableError: a vector is not finite.
+            DeltaDumpError: a vector cannot be stored as ``storage_dtype``.
         """
         keys, rows = diff.upsert_keys[piece], diff.upsert_rows[piece]
         weights = self._rows.weights()
@@ -122,7 +127,7 @@ class Tracker:
             stop = start + len(matrix)
             found, there, gone = self._copy(weights, keys[start:stop], rows[start:stop], diff.moment, matrix)
             self.table.as_answered_(there)
-            self._check_finite(there, found)
+            self._check_storable(there, found)
             upserts.append(found)
             vectors.append(there.numpy())
             deletes.append(gone)
@@ -137,19 +142,24 @@ class Tracker:
 
         Raises:
             CorruptTableError: the fallback row is not finite.
+            DeltaDumpError: it cannot be stored as ``storage_dtype``.
         """
         with self._rows.at_rest():
             rows = dict(self._rows.fallback_rows())
             if not rows:
                 return None
             (weight,) = self._rows.weights()
-            vectors = weight[list(rows.values())].float().cpu()
+            chosen = torch.tensor(list(rows.values()), device=weight.device)
+            vectors = weight[chosen.clamp(min=0)].float().cpu()
+            vectors[chosen.cpu() == NO_ROW] = 0.0
         self.table.as_answered_(vectors)
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
                 f"{self.table.fqn} on rank {self.table.shard}: 1 vector is not finite: that of the "
                 f"fallback row, row {self.table.first_row + rows[None]}"
             )
+        if (vectors.abs() > LARGEST[self._storage_dtype]).any():
+            raise self._too_large(f"row {self.table.first_row + rows[None]}, the fallback row, holds")
         answers = dict(zip(rows, vectors.numpy(), strict=True))
         return ShardAnswers(
             self.table.fqn,
@@ -236,17 +246,38 @@ class Tracker:
             copy_rows(weights, found, matrix)
         return keys, matrix, gone
 
-    def _check_finite(self, matrix: torch.Tensor, keys: NDArray[np.int64]) -> None:
+    def _check_storable(self, matrix: torch.Tensor, keys: NDArray[np.int64]) -> None:
+        largest = LARGEST[self._storage_dtype]
         # One pass without a temporary; a sum that overflows is looked at again.
-        if torch.isfinite(matrix.sum()):
-            return
+        if self._storage_dtype == "float32" or not len(matrix):
+            if torch.isfinite(matrix.sum()):
+                return
+        else:
+            low, high = torch.aminmax(matrix)
+            if low >= -largest and high <= largest:
+                return
         bad = (~torch.isfinite(matrix)).any(dim=1).nonzero().flatten().numpy()
         if len(bad):
             raise CorruptTableError(
                 f"{self.table.fqn} on rank {self.table.shard}: {len(bad)} of {len(keys)} changed "
-                f"vectors are not finite: ids {', '.join(map(str, keys[bad[:3]]))}"
-                f"{', ...' if len(bad) > 3 else ''}"
+                f"vectors are not finite: {_examples(keys[bad])}"
             )
+        large = (matrix.abs() > largest).any(dim=1).nonzero().flatten().numpy()
+        if len(large):
+            raise self._too_large(
+                f"{len(large)} of {len(keys)} changed vectors ({_examples(keys[large])}) hold"
+            )
+
+    def _too_large(self, what: str) -> DeltaDumpError:
+        return DeltaDumpError(
+            f"{self.table.fqn} on rank {self.table.shard}: {what} values beyond "
+            f"{LARGEST[self._storage_dtype]:g}, which storage_dtype={self._storage_dtype!r} cannot store; "
+            "the rows go out with the next dump that can. Leave storage_dtype out, or keep them smaller"
+        )
+
+
+def _examples(keys: NDArray[np.int64]) -> str:
+    return f"ids {', '.join(map(str, keys[:3]))}{', ...' if len(keys) > 3 else ''}"
 
 
 class _PublishedKeys:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrec_ext.delta.probed_rows import ProbedRows
 from torchrec_ext.delta.tracked import checked_rows, flagged
 from torchrec_ext.zch import NO_ID, RowBinding, ZchTable, ZchWatch
 
@@ -20,12 +21,12 @@ class ZchFollower:
     """
 
     def __init__(self, table: ZchTable) -> None:
-        self._rows: dict[str, ZchRows] = {}
+        self._rows: dict[str, ZchRows | ProbedRows] = {}
         self._watch = ZchWatch.attach(table.module, self)
 
-    def rows_of(self, table: ZchTable) -> ZchRows:
+    def rows_of(self, table: ZchTable) -> ZchRows | ProbedRows:
         """The rows of a table of the module."""
-        rows = ZchRows(table, self._watch.bindings[table.name], self)
+        rows = ProbedRows(table) if table.probed else ZchRows(table, self._watch.bindings[table.name], self)
         self._rows[table.name] = rows
         return rows
 

@@ -9,8 +9,8 @@ With the prefix ``P``, and braces as they stand (they put the four into one slot
     {P}:publisher   who may write
     P:N:<16 hex>    the row of a key of table number N; the key as an unsigned 64-bit integer
 
-A row is its vector, little-endian: float32, or float16 if that is the table's dtype. A row with one byte
-more, or with none at all, belongs to a deleted key.
+A row is its vector, little-endian: float32, or, if the table or the log is of float16 and it loses nothing,
+float16; its size tells which. A row with one byte more, or with none at all, belongs to a deleted key.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_ext.errors import PublishError
 from torchrec_ext.publish.served import Position, ServedTable
 
 FORMAT = {"format": "torchrec-ext", "version": 1}
@@ -150,29 +149,35 @@ def position_from_bytes(data: bytes) -> Position:
     return Position(**json.loads(data))
 
 
-def encode_rows(table: ServedTable, vectors: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The values of rows, uint8 ``[n, bytes]``.
-
-    Raises:
-        PublishError: a vector of a float16 table is none of float16.
-    """
-    if table.dtype != "float16":
-        return np.ascontiguousarray(vectors, "<f4").view(np.uint8).reshape(len(vectors), -1)
-    halves = np.ascontiguousarray(vectors, "<f2")
-    if not np.array_equal(halves.astype(np.float32), vectors):
-        raise PublishError("a vector of a float16 table holds what float16 cannot")
-    return halves.view(np.uint8).reshape(len(vectors), -1)
-
-
-def row_bytes(table: ServedTable) -> int:
-    """The size of a row's value."""
-    return table.dim * (2 if table.dtype == "float16" else 4)
+def encode_rows(
+    table: ServedTable, keys: NDArray[np.int64], vectors: NDArray[np.float32]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    """The values of rows of a table, those of one size together: keys and uint8 ``[n, bytes]``."""
+    if "float16" in (table.dtype, table.storage_dtype):
+        with np.errstate(over="ignore"):
+            halves = np.ascontiguousarray(vectors, "<f2")
+        exact = (halves.astype(np.float32) == vectors).all(axis=1)
+        if exact.any():
+            yield keys[exact], halves[exact].view(np.uint8).reshape(-1, 2 * table.dim)
+        keys, vectors = keys[~exact], vectors[~exact]
+    if len(keys):
+        yield keys, np.ascontiguousarray(vectors, "<f4").view(np.uint8).reshape(len(keys), -1)
 
 
-def decode_rows(table: ServedTable, values: Iterable[bytes]) -> NDArray[np.float32]:
-    """The inverse of ``encode_rows``."""
-    kind = "<f2" if table.dtype == "float16" else "<f4"
-    return np.frombuffer(b"".join(values), kind).astype(np.float32, copy=False).reshape(-1, table.dim)
+def decode_rows(
+    table: ServedTable, values: Sequence[bytes | None]
+) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+    """The inverse of ``encode_rows``: which values are those of rows, bool ``[n]``, and the rows of these."""
+    sizes = np.fromiter((-1 if value is None else len(value) for value in values), np.int64, len(values))
+    owned = (sizes == 4 * table.dim) | (sizes == 2 * table.dim)
+    sizes = sizes[owned]
+    rows = [value for value, is_row in zip(values, owned, strict=True) if is_row]
+    vectors = np.empty((len(rows), table.dim), np.float32)
+    for bytes_each in (2, 4):
+        here = sizes == bytes_each * table.dim
+        data = b"".join(row for row, is_here in zip(rows, here, strict=True) if is_here)  # type: ignore[misc]
+        vectors[here] = np.frombuffer(data, f"<f{bytes_each}").reshape(-1, table.dim)
+    return owned, vectors
 
 
 def key_records(begin: bytes, keys: NDArray[np.int64], tail: int = 0) -> NDArray[np.uint8]:

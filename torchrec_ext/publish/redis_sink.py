@@ -17,7 +17,6 @@ from torchrec_ext.publish.redis_layout import (
     encode_rows,
     position_from_bytes,
     position_to_bytes,
-    row_bytes,
 )
 from torchrec_ext.publish.redis_wire import Wire, Writer, connect, fenced_off, speaking, split_prefix
 from torchrec_ext.publish.served import UNFINISHED, Position, ServedTable
@@ -76,14 +75,15 @@ class RedisSink(Sink):
                 if change.replaces:
                     writer.set({"position": position_to_bytes(UNFINISHED)})
                 for fqn, keys, vectors in change.upserts():
-                    writer.set_rows(after.numbers[fqn], keys, encode_rows(change.tables[fqn], vectors))
+                    for some, values in encode_rows(change.tables[fqn], keys, vectors):
+                        writer.set_rows(after.numbers[fqn], some, values)
                 self._write_catalog(writer, after)
                 for fqn, keys, substitutes in change.deletes():
                     if change.on_delete == "delete":
                         writer.delete_rows(after.numbers[fqn], keys)
                     else:
-                        values = _deleted(change.tables[fqn], keys, substitutes)
-                        writer.set_rows(after.numbers[fqn], keys, values)
+                        for some, values in _deleted(change.tables[fqn], keys, substitutes):
+                            writer.set_rows(after.numbers[fqn], some, values)
                 # A first publication may have been begun before, from another log.
                 if change.replaces or (change.base is None and not is_new):
                     for number, keys in self._left_over(after, change.keys()):
@@ -114,9 +114,7 @@ class RedisSink(Sink):
         if table not in catalog.tables:
             raise KeyError(f"{self} holds no table {table}; it holds {sorted(catalog.tables)}")
         served = catalog.tables[table]
-        size = row_bytes(served)
-        owned = np.fromiter((v is not None and len(v) == size for v in values), np.bool_, len(values))
-        return served, owned, decode_rows(served, (values[i] for i in np.flatnonzero(owned)))  # type: ignore[misc]
+        return served, *decode_rows(served, values)
 
     def close(self) -> None:
         """Ends all connections."""
@@ -210,12 +208,13 @@ class RedisSink(Sink):
 
 def _deleted(
     table: ServedTable, keys: NDArray[np.int64], substitutes: NDArray[np.float32] | None
-) -> NDArray[np.uint8]:
-    """The values of deleted keys that leave something, uint8 ``[n, bytes]``."""
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    """The values of deleted keys that leave something, as ``encode_rows`` gives them."""
     if substitutes is None:
-        return np.empty((len(keys), 0), np.uint8)
-    mark = np.zeros((len(keys), 1), np.uint8)
-    return np.concatenate([encode_rows(table, substitutes), mark], axis=1)
+        yield keys, np.empty((len(keys), 0), np.uint8)
+        return
+    for some, values in encode_rows(table, keys, substitutes):
+        yield some, np.concatenate([values, np.zeros((len(some), 1), np.uint8)], axis=1)
 
 
 _ANOTHER_PREFIX = "Choose a prefix of your own: redis://...?prefix=NAME"

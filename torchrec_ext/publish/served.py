@@ -49,6 +49,7 @@ class ServedTable:
         fallback: what each shard answers for keys without a row, float32 ``[num_shards, dim]``; no rows if
             the keys are ``row`` ids, which all have one.
         exceptions: vectors float32 ``[dim]`` of keys that get another answer than a row or a fallback row.
+        storage_dtype: how the last dump stores vectors; rows of earlier ones may be stored in other ways.
     """
 
     dim: int
@@ -60,6 +61,7 @@ class ServedTable:
     hash_size: int
     fallback: NDArray[np.float32] = field(repr=False)
     exceptions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict, repr=False)
+    storage_dtype: str = "float32"
 
     @classmethod
     def of(
@@ -85,7 +87,8 @@ class ServedTable:
         keys = plain["exceptions"]
         shards = len(vectors) - len(keys)
         exceptions = dict(zip(keys, vectors[shards:], strict=True))
-        return cls(**{name: plain[name] for name in _PLAIN}, fallback=vectors[:shards], exceptions=exceptions)
+        known = {name: plain[name] for name in _PLAIN if name in plain}
+        return cls(**known, fallback=vectors[:shards], exceptions=exceptions)
 
     def absent(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model answers for keys that own no row, float32 ``[n, dim]``, exceptions aside."""

@@ -16,6 +16,7 @@ from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
@@ -55,6 +56,7 @@ class ZchTable:
         pooled: whether lookups are pooled into bags.
         divided: whether pooled vectors are divided by the bag's length (MEAN pooling in its module).
         output_dtype: the dtype to which the model rounds its answers.
+        probed: whether it is multi-probe ZCH, which has no fallback row: it drops ids without a row.
         unsupported: why the table cannot be followed exactly; None if it can.
     """
 
@@ -73,6 +75,7 @@ class ZchTable:
     pooled: bool
     divided: bool
     output_dtype: torch.dtype
+    probed: bool = False
     unsupported: str | None = None
 
     @property
@@ -107,7 +110,7 @@ class ZchTable:
 
     @property
     def fallback_row(self) -> int:
-        """The local row that answers ids without a row of their own: the shard's last."""
+        """The local row that answers ids without a row of their own: the shard's last, unless ``probed``."""
         return self.num_rows - 1
 
     def weight(self) -> torch.Tensor:
@@ -195,6 +198,11 @@ def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str,
     hash_sizes = internals.routing_hash_sizes(module, name)
     config = internals.table_config(module, name)
     followed = isinstance(mcm, MCHManagedCollisionModule)
+    first_row = internals.first_row(mcm) if followed else 0
+    routing = ShardRouting.for_hash_size(next(iter(hash_sizes.values())), num_shards)
+    if isinstance(mcm, HashZchManagedCollisionModule):
+        first_row = internals.first_slot(mcm)
+        routing = _routing_of_buckets(mcm, num_shards)
     return ZchTable(
         fqn=f"{path}.{name}" if path else name,
         name=name,
@@ -202,15 +210,16 @@ def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str,
         features=tuple(hash_sizes),
         shard=shard,
         num_rows=internals.local_weight(tbe, index).numel() // config.embedding_dim,
-        first_row=internals.first_row(mcm) if followed else 0,
+        first_row=first_row,
         num_embeddings=config.num_embeddings,
         dim=config.embedding_dim,
-        routing=ShardRouting.for_hash_size(next(iter(hash_sizes.values())), num_shards),
+        routing=routing,
         hashed=followed and internals.has_hash_function(mcm),
         hash_size=int(mcm.input_size()),
         pooled=internals.pools(module),
         divided=internals.divides_by_length(module),
         output_dtype=internals.output_dtype(tbe),
+        probed=isinstance(mcm, HashZchManagedCollisionModule),
         unsupported=_why_unsupported(module, name, mcm, tbe),
     )
 
@@ -218,10 +227,13 @@ def _describe(module: BaseShardedManagedCollisionEmbeddingCollection, path: str,
 def _why_unsupported(
     module: BaseShardedManagedCollisionEmbeddingCollection, name: str, mcm: nn.Module, tbe: nn.Module
 ) -> str | None:
-    if not isinstance(mcm, MCHManagedCollisionModule):
+    if isinstance(mcm, HashZchManagedCollisionModule):
+        if (reason := _why_not_probed(module, mcm)) is not None:
+            return reason
+    elif not isinstance(mcm, MCHManagedCollisionModule):
         return (
-            f"its collision module is a {type(mcm).__name__}; "
-            "only MCHManagedCollisionModule keeps a map of ids to rows that can be inverted"
+            f"its collision module is a {type(mcm).__name__}; only MCHManagedCollisionModule and "
+            "HashZchManagedCollisionModule keep a map of ids to rows that can be inverted"
         )
     if (reason := why_rows_are_not_unique(module, name)) is not None:
         return reason
@@ -229,6 +241,32 @@ def _why_unsupported(
         return f"{optimizer} moves rows that were not looked up; use EXACT_ROWWISE_ADAGRAD or EXACT_ADAGRAD"
     if internals.divides_by_length(module) and internals.output_dtype(tbe) != torch.float32:
         return "MEAN pooling of rounded outputs; leave output_dtype at FP32"
+    return None
+
+
+def _routing_of_buckets(mcm: HashZchManagedCollisionModule, num_shards: int) -> ShardRouting:
+    """As ``TrainInputMapper`` has it, for ids from 0 to below the hash size: others it refuses."""
+    ids_per_bucket = -(-int(mcm.input_size()) // mcm.buckets())
+    return ShardRouting(num_shards, ids_per_bucket * (mcm.buckets() // num_shards))
+
+
+def _why_not_probed(
+    module: BaseShardedManagedCollisionEmbeddingCollection, mcm: HashZchManagedCollisionModule
+) -> str | None:
+    if not mcm.disable_fallback:
+        return (
+            "it answers an id without a slot by the row that the id's hash names, which may be any id's; "
+            "give its HashZchManagedCollisionModule disable_fallback=True"
+        )
+    if not internals.pools(module):
+        return (
+            "it drops ids without a slot, so that a sequence has no answer for them; use it in a "
+            "ManagedCollisionEmbeddingBagCollection"
+        )
+    if not mcm.input_size():
+        return "its input_hash_size is 0; give it an upper bound of the ids"
+    if len(set(internals.bucket_sizes(mcm))) > 1:
+        return "its buckets differ in size; make zch_size a multiple of total_num_buckets"
     return None
 
 

@@ -6,6 +6,7 @@ it: nearly always when tables are looked for, at the latest in the first step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -25,11 +26,13 @@ from torchrec.distributed.mc_embedding_modules import (
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Shard, ShardedTensor, ShardedTensorMetadata
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import (
     ManagedCollisionModule,
     MCHEvictionPolicy,
     MCHManagedCollisionModule,
 )
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.errors import TorchRecVersionError
 
@@ -290,9 +293,57 @@ def has_hash_function(mcm: MCHManagedCollisionModule) -> bool:
     return _private(mcm, "_input_hash_func") is not None
 
 
-def remapped_rows(ctx: object) -> Sequence[torch.Tensor]:
-    """The local rows each lookup of a finished ``compute(ctx, ...)`` read, one int64 tensor a lookup."""
-    return [features.values() for features in _private(ctx, "remapped_kjt")]
+def drops_ids(mcm: ManagedCollisionModule) -> bool:
+    """Whether ids without a slot are left out of bags (``disable_fallback`` of multi-probe ZCH)."""
+    return isinstance(mcm, HashZchManagedCollisionModule) and mcm.disable_fallback
+
+
+def identities(mcm: HashZchManagedCollisionModule) -> nn.Parameter:
+    """The id in each slot of a shard of ``n`` rows, int64 ``[n, 1]``, -1 in empty ones; slots are rows."""
+    return _private(mcm, "_hash_zch_identities")
+
+
+def first_slot(mcm: HashZchManagedCollisionModule) -> int:
+    """The global row at which this rank's slots start."""
+    return int(_private(mcm, "_output_segments")[_private(mcm, "_start_bucket")])
+
+
+def bucket_sizes(mcm: HashZchManagedCollisionModule) -> list[int]:
+    """The slots of each bucket, of all ranks."""
+    segments = _private(mcm, "_output_segments")
+    return [stop - start for start, stop in itertools.pairwise(segments)]
+
+
+def probe(mcm: HashZchManagedCollisionModule, ids: torch.Tensor) -> torch.Tensor:
+    """The slot in which a lookup finds each id, int64 ``[n]``, -1 where it finds none.
+
+    Asks FBGEMM's kernel, as the module does in eval mode. Changes nothing.
+
+    Args:
+        mcm: this rank's module.
+        ids: int64 ``[n]`` on the module's device, of this rank's buckets: the kernel does not check.
+    """
+    offset = _private(mcm, "_output_global_offset_tensor")
+    ids, sizes, offsets = mcm.input_mapper(ids, None if offset is None else offset.to(ids.device))
+    slots, _ = torch.ops.fbgemm.zero_collision_hash(
+        input=ids,
+        identities=identities(mcm),
+        max_probe=mcm.max_probe,
+        circular_probe=True,
+        readonly=True,
+        local_sizes=sizes,
+        offsets=offsets,
+        disable_fallback=True,
+        eviction_policy=mcm.eviction_flag,
+        opt_in_prob=_private(mcm, "_opt_in_prob"),
+        num_reserved_slots=mcm.get_reserved_slots_per_bucket(),
+    )
+    return slots
+
+
+def remapped_features(ctx: object) -> Sequence[KeyedJaggedTensor]:
+    """The local rows each lookup of a finished ``compute(ctx, ...)`` read, int64."""
+    return _private(ctx, "remapped_kjt")
 
 
 def evicted_rows(ctx: object) -> dict[str, torch.Tensor | None]:

@@ -44,6 +44,7 @@ class ZchWatch(SharedHook[ZchListener]):
             for name, mcm in internals.collision_modules(module).items()
             if isinstance(mcm, MCHManagedCollisionModule)
         }
+        self._drops_ids = any(map(internals.drops_ids, internals.collision_modules(module).values()))
         self._lookups = list(
             zip(
                 internals.tables_per_lookup(module),
@@ -83,14 +84,20 @@ class ZchWatch(SharedHook[ZchListener]):
         self.catch_up()
         outputs = self._original(ctx, dist_input)
         for table, rows in internals.evicted_rows(ctx).items():
-            if rows is not None and table in self.bindings:
+            if rows is not None:
                 self._report(table, rows)
-                self.bindings[table].refresh()
-        lookups = zip(self._lookups, dist_input, internals.remapped_rows(ctx), outputs, strict=True)
-        for (tables, num_features), features, rows, output in lookups:
+                if table in self.bindings:
+                    self.bindings[table].refresh()
+        lookups = zip(self._lookups, dist_input, internals.remapped_features(ctx), outputs, strict=True)
+        for (tables, num_features), features, remapped, output in lookups:
             if output.requires_grad:
-                # Lengths of the features before the remap: TorchRec has them on the host already.
-                runs = _split(rows, features.length_per_key(), num_features)
+                # Lengths before the remap are on the host already. Where ids are dropped, TorchRec has
+                # waited for the device to tell which, so that one more wait is no harm.
+                counted = remapped if self._drops_ids else features
+                rows = remapped.values()
+                runs = [rows]
+                if len(tables) > 1:
+                    runs = _split(rows, counted.length_per_key(), num_features)
                 output.register_hook(partial(self._gradient_arrived, tables, runs))
         return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import FileEntry, Manifest, TableInfo
+from torchrec_ext.delta.storage import SCALE_AND_BIAS
 from torchrec_ext.delta.verification.findings import Check, Findings
 from torchrec_ext.zch.routing import NO_ID
 
@@ -20,9 +22,13 @@ _ROWS = 1 << 15  # in a piece
 
 
 def schema_faults(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
-    """What is wrong with a file's columns."""
+    """What is wrong with a file's columns; vectors may be stored in any way that is known."""
     found = file.schema_arrow
     faults = []
+    with contextlib.suppress(KeyError, ValueError):
+        embedding = schema.get_field_index("embedding")
+        stored = fmt.part_schema(fmt.storage_of(file)).field("embedding").type
+        schema = schema.set(embedding, schema.field("embedding").with_type(stored))
     for field in schema:
         place = found.get_field_index(field.name)
         if place < 0:
@@ -192,12 +198,16 @@ class DumpRows:
         """Checks vectors, of a key each, or of a shard."""
         check: Check = "embedding" if owner == "key" else "fallback"
         lengths = pc.list_value_length(vectors).to_numpy()
-        wrong = lengths != info.dim
-        self._findings.add_keys(
-            check, where, f"{fqn}: vectors of another length than {info.dim}", owners[wrong]
-        )
-        finite = np.isfinite(pc.list_flatten(vectors).to_numpy())
+        width = info.dim + (SCALE_AND_BIAS if vectors.type.value_type == pa.uint8() else 0)
+        wrong = lengths != width
+        self._findings.add_keys(check, where, f"{fqn}: vectors of another length than {width}", owners[wrong])
+        values = pc.list_flatten(fmt.decoded(_chunked(vectors))).to_numpy()
+        finite = np.isfinite(values)
         if not finite.all():
-            row = np.repeat(np.arange(len(lengths)), lengths)[~finite]
+            row = np.repeat(np.arange(len(lengths)), np.maximum(lengths - (width - info.dim), 0))[~finite]
             what = f"{fqn}: {'vectors' if owner == 'key' else 'fallback rows'} that are not finite"
             self._findings.add_keys("finite", where, what, owners[np.unique(row)])
+
+
+def _chunked(column: pa.Array | pa.ChunkedArray) -> pa.ChunkedArray:
+    return column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
