@@ -1,7 +1,7 @@
 """What the documentation site has beyond the pages in this folder: see mkdocs.yml.
 
-Its first page is README.md, the last one is CHANGELOG.md, and a file of the repository that a page links to has
-a page too. The API pages name what the packages export; mkdocstrings makes them of the docstrings.
+Its first page is README.md, its last one CHANGELOG.md, and a file of the repository that a page links to has
+a page as well. The API pages name what the packages export; mkdocstrings fills them from the docstrings.
 """
 
 from __future__ import annotations
@@ -63,10 +63,15 @@ def in_the_site(path: str) -> str:
 def linked_sources(file: File) -> list[str]:
     """The files outside of docs/ that a page links to."""
     paths = [repository_path(file, link["path"]) for link in LINK.finditer(file.content_string)]
-    return [p for p in paths if not p.startswith("docs/") and p not in AT_THE_ROOT.values() and (ROOT / p).is_file()]
+    return [
+        p
+        for p in paths
+        if not p.startswith("docs/") and p not in AT_THE_ROOT.values() and (ROOT / p).is_file()
+    ]
 
 
 def source_page(path: str) -> str:
+    """The name of the page that shows a file."""
     return f"source/{path}.md"
 
 
@@ -77,13 +82,21 @@ def listing(path: str) -> str:
 
 
 def api_page(name: str) -> str:
-    """A page of all that a package exports, or of all that a module has."""
-    return f"# torchrec_ext.{name}\n\n::: torchrec_ext.{name}\n    options:\n      show_root_heading: false\n"
+    """A page of all that a package exports, errors last."""
+    module = griffe.load(f"torchrec_ext.{name}", search_paths=[ROOT], allow_inspection=False)
+    names = module.exports or [member.name for member in module.classes.values()]
+    blocks = [
+        f"# {module.path}",
+        f"::: {module.path}\n    options: {{ members: false, show_root_heading: false }}",
+    ]
+    blocks += [f"::: {module.path}.{name}" for name in sorted(names, key=lambda name: name.endswith("Error"))]
+    return "\n\n".join(blocks) + "\n"
 
 
 class PlainDocstrings(griffe.Extension):
-    """Reads ``Example::`` and ``:meth:`` as Markdown has them."""
+    """Makes Markdown of ``Example::``, which is reStructuredText: one colon."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Is called by Griffe for each object."""
         if obj.docstring:
             obj.docstring.value = re.sub(r"::$", ":", obj.docstring.value, flags=re.MULTILINE)
