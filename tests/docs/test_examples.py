@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -13,21 +14,23 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, run_script, script_of
 from tests.docs.shell import NOT_RUN, STANDS_FOR
+from tests.support.redis_servers import BINARY, RedisServer
 from torchrec_ext.delta import DeltaLog
 
 QUICK_START = "docs/quickstart.md"
+EXTRAS = {"README.md": ("redis",), "docs/publish.md": ("redis", "deltalake")}
 QUERIES = [block for page in PAGES for block in blocks_of(page, "sql")]
 DATA = [block for page in PAGES for block in blocks_of(page, "json", "toml")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python", "sh")])
 def test_examples_run(page: str, tmp_path: Path) -> None:
-    if page == "docs/publish.md":
-        for extra in ("redis", "deltalake"):
-            pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
-        if shutil.which("redis-server") is None:
-            pytest.skip("redis-server is not installed: apt-get install redis-server")
-    run_script(script_of(page), tmp_path)
+    for extra in EXTRAS.get(page, ()):
+        pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
+    if "redis" in EXTRAS.get(page, ()) and BINARY is None:
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    with RedisServer(tmp_path) if page == "README.md" else contextlib.nullcontext():
+        run_script(script_of(page), tmp_path)
 
 
 @pytest.mark.parametrize("block", DATA, ids=str)
