@@ -13,11 +13,13 @@ from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+ELSEWHERE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 PACKAGES = ("delta", "publish", "recstore", "store", "checkpoint", "zch", "errors")
 AT_THE_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
 
@@ -44,6 +46,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(target, here or ".") + (link["anchor"] or "")
 
     return LINK.sub(moved, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuses pages for which a browser would fetch something from elsewhere."""
+    if found := ELSEWHERE.search(output):
+        raise PluginError(f"{page.file.src_uri} is not complete by itself: {found[0]}")
+    return output
 
 
 def repository_path(file: File, link: str) -> str:
@@ -85,12 +94,10 @@ def api_page(name: str) -> str:
     """A page of all that a package exports, errors last."""
     module = griffe.load(f"torchrec_ext.{name}", search_paths=[ROOT], allow_inspection=False)
     names = module.exports or [member.name for member in module.classes.values()]
-    blocks = [
-        f"# {module.path}",
-        f"::: {module.path}\n    options: {{ members: false, show_root_heading: false }}",
-    ]
+    about = "{ members: false, show_root_heading: false, show_root_toc_entry: false }"
+    blocks = [f"# {module.path}", f"::: {module.path}\n    options: {about}"]
     blocks += [f"::: {module.path}.{name}" for name in sorted(names, key=lambda name: name.endswith("Error"))]
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join(blocks)
 
 
 class PlainDocstrings(griffe.Extension):
