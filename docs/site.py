@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 ELSEWHERE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 PACKAGES = ("delta", "publish", "recstore", "store", "checkpoint", "zch", "errors")
 AT_THE_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
@@ -45,7 +46,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         here = posixpath.dirname(page.file.src_uri)
         return posixpath.relpath(target, here or ".") + (link["anchor"] or "")
 
-    return LINK.sub(moved, markdown)
+    prose_and_code = CODE.split(markdown)
+    prose_and_code[::2] = [LINK.sub(moved, prose) for prose in prose_and_code[::2]]
+    return "".join(prose_and_code)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -72,11 +75,7 @@ def in_the_site(path: str) -> str:
 def linked_sources(file: File) -> list[str]:
     """The files outside of docs/ that a page links to."""
     paths = [repository_path(file, link["path"]) for link in LINK.finditer(file.content_string)]
-    return [
-        p
-        for p in paths
-        if not p.startswith("docs/") and p not in AT_THE_ROOT.values() and (ROOT / p).is_file()
-    ]
+    return [path for path in paths if in_the_site(path) == source_page(path) and (ROOT / path).is_file()]
 
 
 def source_page(path: str) -> str:
