@@ -37,7 +37,8 @@ _READY_SECONDS = 60
 def run_shell(text: str, where: str, checkout: Path, output: IO[str]) -> None:
     """Runs a block's commands, which must succeed, in the working directory.
 
-    What would run for ever goes on beside those that follow, and is told to end after them.
+    What would run for ever goes on beside those that come after it, and is told to end then. A publisher that
+    follows a directory has published what is there before they run.
 
     Args:
         text: a command per line, or on several that end in a backslash.
@@ -62,19 +63,13 @@ def run_shell(text: str, where: str, checkout: Path, output: IO[str]) -> None:
                 words = shlex.split(command, comments=True)
                 if not words or words[0] in NOT_RUN:
                     continue
-                endless = "--follow" in words or "serve-store" in words
-                process = subprocess.Popen(
+                if "--follow" in words or "serve-store" in words:
+                    if "--follow" in words:
+                        _run(command.replace(" --follow", ""), environment, output, where)
                     # The signal is to reach the command, not a shell that waits for it.
-                    ["bash", "-o", "pipefail", "-c", f"exec {command}" if endless else command],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-                if endless:
-                    services.append(process)
+                    services.append(_start(f"exec {command}", environment, output))
                 else:
-                    assert process.wait() == 0, f"{where}: exit code {process.returncode}: {command}"
+                    _run(command, environment, output, where)
             for service in services:
                 _wait_until_it_can_be_stopped(service)
         finally:
@@ -82,6 +77,21 @@ def run_shell(text: str, where: str, checkout: Path, output: IO[str]) -> None:
                 service.terminate()
                 service.wait()
     assert [service.returncode for service in services] == [0] * len(services), where
+
+
+def _start(command: str, environment: dict[str, str], output: IO[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["bash", "-c", command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )
+
+
+def _run(command: str, environment: dict[str, str], output: IO[str], where: str) -> None:
+    code = _start(command, environment, output).wait()
+    assert code == 0, f"{where}: exit code {code}: {command}"
 
 
 def _made_to_run(command: str) -> str:

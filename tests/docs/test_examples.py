@@ -18,18 +18,20 @@ from tests.support.redis_servers import BINARY, RedisServer
 from torchrec_ext.delta import DeltaLog
 
 QUICK_START = "docs/quickstart.md"
-EXTRAS = {"README.md": ("redis",), "docs/publish.md": ("redis", "deltalake")}
 QUERIES = [block for page in PAGES for block in blocks_of(page, "sql")]
 DATA = [block for page in PAGES for block in blocks_of(page, "json", "toml")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python", "sh")])
 def test_examples_run(page: str, tmp_path: Path) -> None:
-    for extra in EXTRAS.get(page, ()):
-        pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
-    if "redis" in EXTRAS.get(page, ()) and BINARY is None:
+    text = "".join(block.text for block in blocks_of(page, "python", "sh"))
+    for extra in ("redis", "deltalake"):
+        if extra in text:
+            pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
+    if "redis" in text and BINARY is None:
         pytest.skip("redis-server is not installed: apt-get install redis-server")
-    with RedisServer(tmp_path) if page == "README.md" else contextlib.nullcontext():
+    needs_server = "redis://localhost" in text and "redis-server" not in text
+    with RedisServer(tmp_path) if needs_server else contextlib.nullcontext():
         run_script(script_of(page), tmp_path)
 
 
