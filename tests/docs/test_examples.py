@@ -18,6 +18,8 @@ from tests.support.redis_servers import BINARY, RedisServer
 from torchrec_ext.delta import DeltaLog
 
 QUICK_START = "docs/quickstart.md"
+PACKAGES = {"redis": "redis", "deltalake": "deltalake"}
+"""What is needed, beyond what is always there, by pages with a word in their code."""
 QUERIES = [block for page in PAGES for block in blocks_of(page, "sql")]
 DATA = [block for page in PAGES for block in blocks_of(page, "json", "toml")]
 
@@ -25,9 +27,9 @@ DATA = [block for page in PAGES for block in blocks_of(page, "json", "toml")]
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python", "sh")])
 def test_examples_run(page: str, tmp_path: Path) -> None:
     text = "".join(block.text for block in blocks_of(page, "python", "sh"))
-    for extra in ("redis", "deltalake"):
-        if extra in text:
-            pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
+    for word, package in PACKAGES.items():
+        if word in text:
+            pytest.importorskip(package, reason=f"{package}, an extra, is not installed")
     if "redis" in text and BINARY is None:
         pytest.skip("redis-server is not installed: apt-get install redis-server")
     needs_server = "redis://localhost" in text and "redis-server" not in text
