@@ -48,8 +48,8 @@ wheel: $(READY) ## Build the wheel, and check that its reading side works withou
 	build/wheel-venv/bin/torchrec-ext --help >/dev/null
 	test -f build/wheel-venv/lib/python*/site-packages/torchrec_ext/py.typed
 
-docs: $(DOCS_READY) ## Build the documentation site in build/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+docs: $(DOCS_READY) ## Build the documentation site in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 clean: ## Remove build outputs and caches; keeps environments and what was measured or dumped
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
