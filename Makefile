@@ -5,13 +5,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
-DOCS_VENV := .venv-docs
-DOCS_READY := $(DOCS_VENV)/.installed
+FEAST := .venv-feast
+DOCS := .venv-docs
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-recstore test bench lint typecheck wheel docs clean
+.PHONY: help demo demo-recstore test test-feast bench lint typecheck wheel docs clean
 
 help: ## Print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,9 @@ demo-recstore: $(READY) ## The same with embeddings in a store, read ahead of ti
 
 test: $(READY) ## Run the tests; ARGS="-k zch" goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
+
+test-feast: $(FEAST)/.installed ## Run the tests of the Feast sink, in an environment of their own
+	$(FEAST)/bin/python -m pytest tests/publish/test_feast.py $(ARGS)
 
 bench: $(READY) ## Run the benchmarks: prints a table, writes JSON to bench-results/
 	$(BIN)/python -m tests.benchmarks $(ARGS)
@@ -48,12 +51,12 @@ wheel: $(READY) ## Build the wheel, and check that its reading side works withou
 	build/wheel-venv/bin/torchrec-ext --help >/dev/null
 	test -f build/wheel-venv/lib/python*/site-packages/torchrec_ext/py.typed
 
-docs: $(DOCS_READY) ## Build the documentation site in build/site; warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+docs: $(DOCS)/.installed ## Build the documentation site in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 clean: ## Remove build outputs and caches; keeps environments and what was measured or dumped
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(DOCS_VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # Why in these steps: see requirements/cpu.txt. Where pip's index offers a CUDA build of torch only,
 # name an index that has the CPU build in PIP_EXTRA_INDEX_URL to save some gigabytes; both work.
@@ -66,7 +69,13 @@ $(READY): requirements/cpu.txt pyproject.toml
 	$(BIN)/pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(DOCS_READY): requirements/docs.txt
-	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/pip install --quiet --no-deps --requirement requirements/docs.txt
+$(FEAST)/.installed: requirements/feast.txt pyproject.toml
+	$(PYTHON) -m venv $(FEAST)
+	$(FEAST)/bin/pip install --quiet --no-deps --requirement requirements/feast.txt
+	$(FEAST)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(DOCS)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --no-deps --requirement requirements/docs.txt
 	touch $@

@@ -137,13 +137,15 @@ def audit(
     CHECKPOINT is a directory of torch.distributed.checkpoint, a file of torch.save, or a saved snapshot of
     a store. Nothing that is in it is run, and it may be larger than memory.
 
-    The exit code is 0 if it is clean, 1 if there are findings, 2 if it cannot be read or repaired.
+    The exit code is 0 if it is clean, 1 if there are findings, 2 if it cannot be read or repaired, or nothing
+    in it was audited.
     """
     from torchrec_ext.errors import CheckpointError
 
     try:
         from torchrec_ext.checkpoint.audit.audit import audit_checkpoint
         from torchrec_ext.checkpoint.audit.repair import repair_checkpoint
+        from torchrec_ext.checkpoint.audit.report import printable
         from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE
     except ModuleNotFoundError as error:
         raise click.ClickException(
@@ -151,25 +153,26 @@ def audit(
         ) from error
 
     limit = MAX_MAGNITUDE if max_magnitude is None else max_magnitude
+    repairs = None
     try:
         with _progress("reading") as progress:
             if repair is None:
-                report, repairs = (
-                    audit_checkpoint(checkpoint, max_magnitude=limit, exclude=exclude, progress=progress),
-                    None,
-                )
+                report = audit_checkpoint(checkpoint, max_magnitude=limit, exclude=exclude, progress=progress)
             else:
                 repairs = repair_checkpoint(
                     checkpoint, repair, max_magnitude=limit, exclude=exclude, progress=progress
                 )
                 report = repairs.audit
     except (CheckpointError, ValueError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {printable(str(error))}", err=True)
         context.exit(2)
-    click.echo(report.to_json() if as_json else str(report))
+    if as_json:
+        click.echo((repairs or report).to_json())
+    else:
+        click.echo(str(report))
     if repairs is not None:
         click.echo(str(repairs), err=as_json)
-    if repairs is not None and repairs.refused:
+    if not report.slots or (repairs is not None and repairs.refused):
         context.exit(2)
     context.exit(0 if report.clean else 1)
 

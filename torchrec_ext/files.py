@@ -1,30 +1,32 @@
-"""Files that are written once: on the disk when their writer says so, with a checksum of what was written."""
+"""Files as the package writes and reads them: with checksums, and nothing that is no file taken for one."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
 
-class ChecksummedFile(io.RawIOBase):
-    """A new file that counts its bytes, and their CRC-32, on the way.
+class Checksummed(io.RawIOBase):
+    """Counts the bytes written to a file, and their CRC-32, on the way.
+
+    Args:
+        raw: an unbuffered file.
 
     Attributes:
         nbytes: bytes written so far.
         crc32: CRC-32 of the bytes written so far.
-
-    Raises:
-        FileExistsError: it is there already.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, raw: BinaryIO) -> None:
         self.nbytes = 0
         self.crc32 = 0
-        self._raw: BinaryIO = path.open("xb", buffering=0)
+        self._raw = raw
 
     def writable(self) -> bool:
         """See ``io.IOBase``."""
@@ -44,22 +46,61 @@ class ChecksummedFile(io.RawIOBase):
         """See ``io.IOBase``."""
         return self.nbytes
 
-    def sync(self) -> None:
-        """Puts what was written on the disk."""
-        os.fsync(self._raw.fileno())
-
     def close(self) -> None:
         """See ``io.IOBase``."""
         self._raw.close()
         super().close()
 
 
+class ChecksummedFile(Checksummed):
+    """A new local file that counts its bytes, and their CRC-32, on the way.
+
+    Raises:
+        FileExistsError: it is there already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.open("xb", buffering=0))
+
+    def sync(self) -> None:
+        """Puts what was written on the disk."""
+        os.fsync(self._raw.fileno())
+
+
+def open_plain(path: Path, *, follow: bool = False) -> io.FileIO:
+    """Opens a file to read it, and nothing else: a pipe or a device could make a reader wait for ever.
+
+    Args:
+        path: the file.
+        follow: whether it may be a symbolic link to one.
+
+    Raises:
+        OSError: it cannot be opened, or is no plain file.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link, which may lead anywhere", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return io.FileIO(descriptor, "rb")
+
+
 def file_crc32(path: Path) -> int:
     """CRC-32 of a file's bytes."""
     with path.open("rb") as file:
-        crc = 0
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
+        return stream_crc32(file)
+
+
+def stream_crc32(file: BinaryIO) -> int:
+    """CRC-32 of the bytes from where a file stands to its end."""
+    crc = 0
+    while block := file.read(1 << 20):
+        crc = zlib.crc32(block, crc)
     return crc
 
 

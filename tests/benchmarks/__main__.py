@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.process import run_alone
 
-BENCHMARKS = ("dumper", "recstore", "prefetch", "dynamic_keys", "publish")
+BENCHMARKS = ("dumper", "delta_cost", "writing", "scaling", "recstore", "prefetch", "dynamic_keys", "publish")
 OUTPUT = Path(__file__).parents[2] / "bench-results"
 
 

@@ -1,4 +1,4 @@
-"""What one writes first to dump changed rows: append ids at every lookup, make them unique at the dump."""
+"""What one writes first to dump changed rows: append ids at every lookup, make them unique."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ class AppendAndUnique:
     It is as quick as this approach can be made: vectors reach Arrow without a copy, no row becomes a
     Python object, and nothing is done for exactness (rows that an eviction reset and nobody looked up,
     ids that lost their row) or against a crash. Each table needs a feature of its own.
+
+    Args:
+        model: the model.
+        every_step: whether rows become unique at every lookup, so that memory is bounded, as TorchRec's
+            own tracker does it with ``auto_compact``; else at the dump.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, every_step: bool = False) -> None:
+        self._every_step = every_step
         self._tables = find_zch_tables(model)
         self._rows: dict[str, list[torch.Tensor]] = {table.fqn: [] for table in self._tables}
         for module in {id(table.module): table.module for table in self._tables}.values():
@@ -53,8 +59,10 @@ class AppendAndUnique:
             outputs = compute(ctx, features)
             for remapped in ctx.remapped_kjt:
                 for table in tables:
-                    for feature in table.features:
-                        self._rows[table.fqn].append(remapped[feature].values())
+                    rows = self._rows[table.fqn]
+                    rows.extend(remapped[feature].values() for feature in table.features)
+                    if self._every_step:
+                        rows[:] = [torch.cat(rows).unique()]
             return outputs
 
         module.compute = compute_and_append

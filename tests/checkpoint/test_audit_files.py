@@ -253,12 +253,19 @@ def test_the_report_as_json(small: dict[str, Path], damaged: Path) -> None:
 
 def test_options_reach_the_audit(small: dict[str, Path], damaged: Path, tmp_path: Path) -> None:
     assert run(small["file"], "--max-magnitude", "0.01").exit_code == 1
-    assert run(damaged, "--exclude", "ebc.*").exit_code == 0
+    assert run(damaged, "--exclude", "ebc.t0.weight").exit_code == 0
     repaired = run(damaged, "--repair", tmp_path / "out.pt")
     assert repaired.exit_code == 1 and "REPAIRED" in repaired.stdout and "ZERO" in repaired.stdout
     assert run(tmp_path / "out.pt").exit_code == 0
     as_json = run(damaged, "--json", "--repair", tmp_path / "out2.pt")
-    assert not json.loads(as_json.stdout)["clean"] and "REPAIRED" in as_json.stderr
+    content = json.loads(as_json.stdout)
+    assert not content["clean"] and "REPAIRED" in as_json.stderr
+    done = content["repair"]
+    assert (done["out"], done["refused"]) == (str(tmp_path / "out2.pt"), [])
+    assert {one["slot"]: (one["count"], one["rows"]) for one in done["repaired"]} == {
+        "weight": (1, [4]),
+        "momentum1": (1, [4]),
+    }
 
 
 def no_such(path: Path) -> list[object]:

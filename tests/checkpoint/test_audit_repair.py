@@ -25,7 +25,15 @@ from tests.checkpoint.audit_cases import (
 )
 from torchrec_ext.checkpoint import audit_checkpoint, repair_checkpoint
 from torchrec_ext.errors import CheckpointError
-from torchrec_ext.store import Adam, DynamicTable, MemoryStore, RowWiseAdaGrad, StoreSnapshot, Uniform
+from torchrec_ext.store import (
+    Adam,
+    DenseTable,
+    DynamicTable,
+    MemoryStore,
+    RowWiseAdaGrad,
+    StoreSnapshot,
+    Uniform,
+)
 
 KINDS = list(SAVE)
 ROWS = 300
@@ -233,3 +241,145 @@ def test_links_that_lead_out_of_the_checkpoint_are_not_followed(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
         repair_checkpoint(tmp_path / "damaged", tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged", "secret"]
+
+
+# Tensors of one name
+
+
+def test_the_state_of_another_optimizer_stays_as_it_is(tmp_path: Path) -> None:
+    def state() -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.rand(10, 2), "exp_avg_sq": torch.rand(10, 2)}
+
+    def content(**of: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {name: {"state": {"w": one}, "param_groups": [{"params": ["w"]}]} for name, one in of.items()}
+
+    generator, discriminator = state(), state()
+    generator["exp_avg"][3] = math.nan
+    torch.save(content(gen=generator, disc=discriminator), tmp_path / "x.pt")
+    report = repair_checkpoint(tmp_path / "x.pt", tmp_path / "out.pt")
+    assert {one.key for one in report.repaired} == {"gen.state.w.exp_avg", "gen.state.w.exp_avg_sq"}
+    assert "[gen.state.w.exp_avg]" in str(report) and "[gen.state.w.exp_avg]" in str(report.audit)
+    found = torch.load(tmp_path / "out.pt")
+    for name, value in discriminator.items():
+        assert torch.equal(found["disc"]["state"]["w"][name], value)
+        assert not found["gen"]["state"]["w"][name][3].any()
+        assert torch.equal(found["gen"]["state"]["w"][name][4:], generator[name][4:])
+
+    # With the weight, the state of both starts anew.
+    weight = torch.rand(10, 2)
+    weight[5] = math.inf
+    content_of_all = {"model": {"w": weight}, **content(gen=generator, disc=discriminator)}
+    torch.save(content_of_all, tmp_path / "y.pt")
+    repair_checkpoint(tmp_path / "y.pt", tmp_path / "out_y.pt")
+    found = torch.load(tmp_path / "out_y.pt")
+    for optimizer, rows in (("gen", [3, 5]), ("disc", [5])):
+        for values in found[optimizer]["state"]["w"].values():
+            assert (values == 0).all(1).nonzero().flatten().tolist() == rows
+
+
+@pytest.mark.parametrize("first", ["emb.weight", "module.emb.weight"])
+def test_a_tensor_whose_name_differs_by_a_wrapper_stays_as_it_is(first: str, tmp_path: Path) -> None:
+    damaged, healthy = torch.rand(10, 2), torch.rand(10, 2)
+    damaged[3] = math.nan
+    content = {"emb.weight": damaged, "module.emb.weight": healthy}
+    torch.save(
+        {name: content[name] for name in sorted(content, key=lambda one: one != first)}, tmp_path / "x"
+    )
+    assert [one.table for one in audit_checkpoint(tmp_path / "x").findings] == ["emb.weight"]
+    repair_checkpoint(tmp_path / "x", tmp_path / "out")
+    found = torch.load(tmp_path / "out")
+    assert torch.equal(found["module.emb.weight"], healthy) and not found["emb.weight"][3].any()
+
+
+def test_parameters_of_one_table_are_each_repaired_alone(tmp_path: Path) -> None:
+    """Of names that a combined optimizer put a key before, several may end in one table's name."""
+    states = {name: {"exp_avg": torch.rand(6, 2), "exp_avg_sq": torch.rand(6, 2)} for name in ("a.w", "b.w")}
+    states["a.w"]["exp_avg"][1] = math.nan
+    content = {"model": {"w": torch.rand(6, 2)}, "optimizer": {"state": states, "param_groups": []}}
+    torch.save(content, tmp_path / "x.pt")
+    repair_checkpoint(tmp_path / "x.pt", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
+    assert torch.equal(found["b.w"]["exp_avg"], states["b.w"]["exp_avg"])
+    assert not found["a.w"]["exp_avg_sq"][1].any() and found["a.w"]["exp_avg_sq"][2].all()
+
+
+# The copy and where it is
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("of_files", "of_directory"), [(0o600, 0o700), (0o640, 0o750), (0o444, 0o755)])
+def test_a_copy_is_for_the_same_readers(kind: str, of_files: int, of_directory: int, tmp_path: Path) -> None:
+    damaged = tensors(ROWS)
+    damaged["weight"][7, 3] = math.nan
+    path, out = tmp_path / "damaged", tmp_path / "out"
+    SAVE[kind](damaged, path)
+    if path.is_dir():
+        path.chmod(of_directory)
+    for file in [path] if path.is_file() else path.iterdir():
+        file.chmod(of_files)
+    assert repair_checkpoint(path, out).out == out
+    modes = {file.stat().st_mode & 0o777 for file in ([out] if out.is_file() else out.iterdir())}
+    assert modes == {of_files}
+    assert not out.is_dir() or out.stat().st_mode & 0o777 == of_directory
+
+
+def test_directories_within_a_checkpoint_are_copied(tmp_path: Path) -> None:
+    damaged = tensors(ROWS)
+    damaged["weight"][7, 3] = math.nan
+    SAVE["dcp"](damaged, tmp_path / "x")
+    (tmp_path / "x" / "more" / "empty").mkdir(parents=True, mode=0o700)
+    (tmp_path / "x" / "more" / "notes.txt").write_text("mine")
+    repair_checkpoint(tmp_path / "x", tmp_path / "out")
+    assert (tmp_path / "out" / "more" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "more" / "empty").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("kind", ["dcp", "snapshot"])
+def test_a_copy_is_not_written_into_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    damaged = tensors(ROWS)
+    damaged["weight"][7, 3] = math.nan
+    SAVE[kind](damaged, tmp_path / "x")
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    for out in (tmp_path / "x" / "out", tmp_path / "x" / "a" / "b", tmp_path / "link" / "out"):
+        with pytest.raises(CheckpointError, match="is inside of"):
+            repair_checkpoint(tmp_path / "x", out)
+    (tmp_path / "link").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_place_that_is_not_there_is_said(tmp_path: Path) -> None:
+    damaged = tensors(ROWS)
+    damaged["weight"][7, 3] = math.nan
+    for kind in KINDS:
+        SAVE[kind](damaged, tmp_path / kind)
+        with pytest.raises(CheckpointError, match="No such file or directory"):
+            repair_checkpoint(tmp_path / kind, tmp_path / "no" / "where")
+    assert not (tmp_path / "no").exists()
+
+
+# Tables that a function filled
+
+
+def test_rows_that_a_function_filled_become_zero_and_that_is_said(tmp_path: Path) -> None:
+    with MemoryStore() as store:
+        store.create_tables(
+            [DenseTable("t", 4, 10)], RowWiseAdaGrad(), init_fns={"t": lambda rows: rows.fill_(0.5)}
+        )
+        snapshot = store.snapshot()
+    snapshot.tables["t"].weight[5, 1] = math.nan
+    snapshot.save(tmp_path / "x")
+    report = repair_checkpoint(tmp_path / "x", tmp_path / "out")
+    assert {one.slot: one.start for one in report.repaired} == {
+        "weight": "ZERO",
+        "sum": "at the initial value 0",
+    }
+    weight = StoreSnapshot.load(tmp_path / "out").tables["t"].weight
+    assert not weight[5].any() and (weight[[4, 6]] == 0.5).all()
+
+    part = snapshot.tables["t"]
+    arrays = {"weight": (part.keys[:7], torch.ones(7, 4)), "sum": (part.keys, part.slots["sum"])}
+    StoreSnapshot.from_arrays({"t": arrays}, [part.table], RowWiseAdaGrad()).save(tmp_path / "y")
+    report = repair_checkpoint(tmp_path / "y", tmp_path / "out_y")
+    assert [(one.slot, one.count, one.start) for one in report.repaired] == [("weight", 3, "added, as ZERO")]
+    assert not StoreSnapshot.load(tmp_path / "out_y").tables["t"].weight[7:].any()

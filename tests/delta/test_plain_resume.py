@@ -86,3 +86,70 @@ def test_log_says_what_the_model_does_after_a_restart(
     rows = sum(run_on(after, _second_run, directory, checkpoint, saved_at, with_state))
     # What was trained since, and the tables that decay as a whole; t0, t1 and t2 were dumped before.
     assert rows <= 3 * (after + 1) + 2 * 11 + (3 * 11 if saved_at % 2 else 0)
+
+
+def _one_table(rows: int, **options: Any) -> Spec:
+    return Spec({"ebc": Collection((Table("t0", ("f0",), rows=rows, **options),))}, sharded=False)
+
+
+def _save_a_table(directory: Path, spec: Spec) -> dict[str, Any]:
+    model = build(spec)
+    with DeltaDumper(model, directory, interval_steps=1) as dumper:
+        for step in (1, 2):
+            _train(model, spec, step)
+            dumper.step(step)
+        dumper.step(3)  # says nothing by which one could tell
+        return {"weights": model.state_dict(), "dumper": dumper.state_dict()}
+
+
+def _load_into_another(directory: Path, checkpoint: dict[str, Any], spec: Spec) -> None:
+    model = build(spec)
+    ((name, weight),) = model.state_dict().items()
+    rows = min(len(weight), len(checkpoint["weights"][name]))
+    with torch.no_grad():
+        weight[:rows] = checkpoint["weights"][name][:rows]
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        dumper.load_state_dict(checkpoint["dumper"])
+        dumper.resume(3)
+        dumper.dump(4)
+        dumper.flush()
+        _compare(model, spec, directory)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (_one_table(11), _one_table(20)),
+        (_one_table(20), _one_table(11)),
+        (_one_table(11), _one_table(11, dtype="FP16")),
+        (_one_table(11, dtype="FP16"), _one_table(11)),
+    ],
+    ids=["more rows", "fewer rows", "rounded", "no longer rounded"],
+)
+def test_checkpoint_of_a_table_that_was_built_otherwise_is_compared(
+    before: Spec, after: Spec, tmp_path: Path
+) -> None:
+    (checkpoint,) = run_on(1, _save_a_table, tmp_path / "deltas", before)
+    run_on(1, _load_into_another, tmp_path / "deltas", checkpoint, after)
+
+
+def _add_a_table(directory: Path) -> None:
+    spec = Spec({"ebc": Collection((Table("t0", ("f0",)), Table("t1", ("f1",))))}, sharded=False)
+    model = build(spec)
+    with DeltaDumper(model, directory, interval_steps=1, tables=["ebc.t0"]) as dumper:
+        _train(model, spec, 1)
+        dumper.step(1)
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        dumper.resume(1)
+        _train(model, spec, 2)
+        state = dumper.state_dict()
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        dumper.load_state_dict(state)
+        dumper.resume(2)
+        dumper.dump(3)
+        dumper.flush()
+        _compare(model, spec, directory)
+
+
+def test_table_that_is_dumped_from_now_on_comes_in_whole(tmp_path: Path) -> None:
+    run_on(1, _add_a_table, tmp_path / "deltas")

@@ -95,10 +95,10 @@ def _go_on(directory: str, saved: Checkpoint, with_state: bool) -> tuple[Counter
         state = contents(model, dumper=dumper if with_state else None)
         report = reshard_zch(state, saved.path)
         assert dumper.resume(saved.step) is None
-        assert len(DeltaLog(dumper._directory).dumps()) == 1
+        assert len(DeltaLog(dumper._place).dumps()) == 1
         dumper.dump(saved.step)
         dumper.flush()
-    rows = DeltaLog(dumper._directory).read(saved.step, 1).to_pylist()
+    rows = DeltaLog(dumper._place).read(saved.step, 1).to_pylist()
     ops = Counter(f"{row['table_fqn']} {row['op']}" for row in rows)
     return ops, sum(table.evicted + table.unreachable for table in report.tables.values())
 
@@ -126,7 +126,7 @@ def _load_on_one_rank(directory: str, saved: Checkpoint) -> None:
         assert dumper.resume(saved.step) is None
         dumper.dump(saved.step)
         dumper.flush()
-    assert DeltaLog(dumper._directory).dumps()[-1].rows == 0
+    assert DeltaLog(dumper._place).dumps()[-1].rows == 0
 
 
 def test_state_that_not_all_ranks_have_is_not_used() -> None:
@@ -134,6 +134,18 @@ def test_state_that_not_all_ranks_have_is_not_used() -> None:
         saved = Checkpoint(f"{directory}/checkpoint", 6, 2)
         run_on(2, _save_after_a_dump, directory, saved)
         run_on(2, _load_on_one_rank, directory, saved)
+
+
+def _resume_at_different_steps(directory: str) -> None:
+    model = build(1)
+    with DeltaDumper(model, f"{directory}/deltas", interval_steps=10**9) as dumper:
+        with pytest.raises(ValueError, match=r"ranks resume at different steps: \[6, 7\]"):
+            dumper.resume(6 + dist.get_rank())
+        dumper.resume(7)
+
+
+def test_ranks_that_resume_at_different_steps_are_told(tmp_path: Path) -> None:
+    run_on(2, _resume_at_different_steps, str(tmp_path))
 
 
 def test_runs_that_are_killed_at_any_moment_are_gone_on_from(tmp_path: Path) -> None:

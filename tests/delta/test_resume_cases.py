@@ -15,7 +15,7 @@ import torch
 
 from tests.support.faults import full_disk, log_of
 from tests.support.trainers import FQN, Trainer, dump
-from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog, DumpId
+from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog, DumpId, FencedError
 from torchrec_ext.delta.position import LogPosition
 
 
@@ -237,6 +237,46 @@ def test_state_with_the_rows_of_another_checkpoint_is_found_out(tmp_path: Path) 
     dumper.close()
 
 
+def test_rows_of_another_checkpoint_are_found_out_though_the_last_dump_said_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "deltas"
+    early = _train_and_dump(tmp_path / "early", steps=3, dumps={3}, save=3)
+    trainer = Trainer(1)
+    dumper = trainer.attach(log)
+    for step in range(1, 7):
+        trainer.train(step)
+        dump(dumper, step)
+    assert dump(dumper, 7) == {}
+    late = trainer.save(dumper)
+    dumper.__exit__(KeyboardInterrupt, None, None)
+    trainer, dumper, _ = _restart(log, {**early, "dumper": late["dumper"]}, 7)
+    dump(dumper, 8)
+    trainer.compare(log)
+    dumper.close()
+
+
+def test_checkpoint_of_a_run_that_was_fenced_off_loses_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "deltas"
+    old = Trainer(1)
+    dumper = old.attach(log)
+    for step in (1, 2):
+        old.train(1)
+        dump(dumper, step)
+    newer = Trainer(2).attach(log)
+    old.train(9)  # what it cannot say any more
+    for step in (3, 4):
+        with pytest.raises(FencedError):
+            dump(dumper, step)
+    saved = old.save(dumper)
+    for one in (dumper, newer):
+        one.__exit__(KeyboardInterrupt, None, None)
+    assert len(LogPosition.from_bytes(saved["dumper"]["log_position"]).unsaid[FQN]) > 0
+    trainer, dumper, result = _restart(log, saved, 4)
+    assert result is None
+    dump(dumper, 5)
+    trainer.compare(log)
+    dumper.close()
+
+
 @pytest.mark.parametrize("first_dump", ["full", "delta"])
 def test_empty_directory_begins_as_first_dump_says(tmp_path: Path, first_dump: str) -> None:
     saved = _train_and_dump(tmp_path / "one", steps=5, dumps={3}, save=5)
@@ -301,6 +341,19 @@ def test_rows_that_were_marked_before_it_resumes_are_compared(tmp_path: Path) ->
     assert dumper.resume(6) is None
     assert dump(dumper, 7) == {key: "upsert"}
     trainer.compare(log)
+    dumper.close()
+
+
+def test_rows_that_were_marked_before_an_empty_log_of_changes_begins_are_in_it(tmp_path: Path) -> None:
+    saved = _train_and_dump(tmp_path / "one", steps=5, dumps={3}, save=5)
+    trainer = Trainer(9)
+    dumper = trainer.attach(tmp_path / "other", first_dump="delta")
+    trainer.load(saved)
+    key = trainer.keys()[0]
+    trainer.ebc.store.write("t", torch.tensor([key]), torch.ones(1, 4))
+    dumper.mark(FQN, torch.tensor([key]))
+    dumper.resume(5)
+    assert dump(dumper, 6)[key] == "upsert"
     dumper.close()
 
 

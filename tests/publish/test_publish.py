@@ -29,7 +29,7 @@ from torchrec_ext.publish import (
     publish,
 )
 from torchrec_ext.publish.cli import lookup_command, publish_command
-from torchrec_ext.publish.sink import without_credentials
+from torchrec_ext.urls import without_credentials
 
 
 class Keeper(Sink):

@@ -26,10 +26,12 @@ from torchrec_ext.store import (
     SGD,
     AdaGrad,
     Adam,
+    ByFunction,
     Constant,
     CounterFilter,
     DenseTable,
     DynamicTable,
+    FileStore,
     LocalStore,
     MemoryStore,
     MissingKeys,
@@ -45,6 +47,7 @@ from torchrec_ext.store import (
 from torchrec_ext.store.flight.shares import server_of
 from torchrec_ext.store.mismatches import OnMismatch
 from torchrec_ext.store.saved import SavedSnapshot
+from torchrec_ext.store.tables import table_from_json, table_to_json
 
 ADAM = Adam(0.5)
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")
@@ -472,6 +475,131 @@ def test_a_function_that_is_gone_is_asked_for(tmp_path: Path) -> None:
         # One that is whole needs none.
         store.create_tables([DENSE], ADAM, init_fns={"t": lambda rows: rows.fill_(1.0)})
         assert not store.restore(store.snapshot()).missing
+
+
+def test_a_store_that_was_opened_again_knows_that_a_function_filled_a_table(tmp_path: Path) -> None:
+    table = replace(DENSE, initializer=Constant(0.0))
+    snapshot = checkpoint(table, {"weight": [4], "exp_avg": [4], "exp_avg_sq": [4]})
+    with FileStore(tmp_path / "rows") as store:
+        store.create_tables([table], ADAM, init_fns={"t": counting})
+    with FileStore(tmp_path / "rows") as store:
+        assert store.create_tables([table], ADAM) == []  # it is the same table
+        before = store.snapshot()
+        assert before.tables["t"].table == replace(table, initializer=ByFunction())
+        with pytest.raises(CheckpointError, match="the function that filled them when the table was made"):
+            store.restore(snapshot)
+        assert torch.equal(store.snapshot().tables["t"].weight, before.tables["t"].weight)
+        store.restore(snapshot, init_fns={"t": counting})
+        assert store.pull("t", ids(8)).tolist() == [[20.0, 21.0, 22.0, 23.0]]
+        assert not list((tmp_path / "rows").glob("initial_rows*"))
+        # Another table is another one still.
+        with pytest.raises(ValueError, match="another table of this name"):
+            store.create_tables([replace(table, num_rows=7)], ADAM)
+        with pytest.raises(ValueError, match="another table of this name"):
+            store.create_tables([DynamicTable("t", 4, 6)], ADAM)
+
+
+@pytest.mark.parametrize("kind", ["remote", "two servers"])
+def test_rows_on_other_hosts_are_filled_by_the_function_that_is_given(kind: str, tmp_path: Path) -> None:
+    table = replace(DENSE, initializer=ByFunction())
+    snapshot = checkpoint(table, {"weight": [4], "exp_avg": [4, 5], "exp_avg_sq": [4]})
+    whole = torch.empty(6, 4)
+    counting(whole)
+    with opened(kind, tmp_path) as store:
+        store.create_tables([table], ADAM)
+        assert not store.pull("t", torch.arange(3, 9)).any()
+        store.write("t", torch.arange(3, 9), whole + 1)
+        with pytest.raises(CheckpointError, match="the function that filled them when the table was made"):
+            store.restore(snapshot)
+        assert torch.equal(store.pull("t", torch.arange(3, 9)), whole + 1)
+        report = store.restore(snapshot, init_fns={"t": counting})
+        assert report.missing["t"]["weight"].count == 5
+        weight, state = store.read("t", torch.arange(3, 9))
+        whole[1] = torch.from_numpy(values("weight", [4], 4)[0])
+        assert torch.equal(weight, whole)
+        assert state["exp_avg"].any(1).tolist() == [False, True, True, False, False, False]
+
+
+def test_a_dynamic_table_is_not_filled_by_a_function() -> None:
+    content = table_to_json(replace(DENSE, initializer=ByFunction()))
+    assert table_from_json(content).initializer == ByFunction()
+    dynamic = {**table_to_json(DYNAMIC), "initializer": content["initializer"]}
+    with pytest.raises(ValueError, match="its rows come one by one"):
+        table_from_json(dynamic)
+    with pytest.raises(ValueError, match="its rows come one by one"):
+        replace(DYNAMIC, initializer=ByFunction())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_that_fails_within_a_restore_leaves_the_store_as_it_was(kind: str, tmp_path: Path) -> None:
+    tables = [replace(DENSE, name="a"), DENSE, replace(DYNAMIC, name="b"), replace(DENSE, name="z")]
+    parts = {}
+    for table in tables:
+        parts |= checkpoint(table, {"weight": [4], "exp_avg": [4], "exp_avg_sq": [4]}).tables
+    snapshot = StoreSnapshot(1, 99, parts)
+
+    def fail(rows: torch.Tensor) -> None:
+        rows[:3] = POISON
+        raise RuntimeError("boom")
+
+    with opened(kind, tmp_path) as store:
+        store.create_tables(tables, ADAM)
+        store.pull("b", ids(1, 2), admit=True)
+        store.update("b", ids(1, 2), torch.ones(2, 4), step=5)
+        before = store.snapshot()
+        with pytest.raises(RuntimeError, match="boom"):
+            store.restore(snapshot, init_fns={"a": counting, "t": fail})
+        after = store.snapshot()
+        assert (after.step, after.clock) == (before.step, before.clock)
+        for name, part in before.tables.items():
+            for array, tensor in part.arrays().items():
+                assert torch.equal(after.tables[name].arrays()[array], tensor), (name, array)
+        assert store.restore(snapshot, init_fns={"a": counting, "t": counting}).missing
+        assert store.pull("a", ids(3)).tolist() == [[0.0, 1.0, 2.0, 3.0]]
+
+
+# Some of a store's tables
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_restoring_some_tables_does_not_turn_the_step_back(kind: str, tmp_path: Path) -> None:
+    x, y = (DynamicTable(name, 4, 40, evict_after=10) for name in "xy")
+    with opened(kind, tmp_path) as store:
+        store.create_tables([x, y], ADAM)
+        store.pull("x", ids(1), admit=True)
+        store.update("x", ids(1), torch.ones(1, 4), step=3)
+        old = store.snapshot(["x"])
+        store.pull("y", ids(5), admit=True)
+        store.update("x", ids(1), torch.ones(1, 4), step=100)
+        store.restore(old)
+        now = store.snapshot()
+        assert now.step == 100
+        # Of keys that are put back, the age is what it was.
+        last_used = now.tables["x"].last_used
+        assert last_used is not None and old.tables["x"].last_used is not None
+        assert (last_used - old.tables["x"].last_used).tolist() == [97]
+        assert now.tables["y"].last_used.tolist() == [4]  # type: ignore[union-attr]
+        # All of them turn it back.
+        store.restore(StoreSnapshot(1, 3, {**old.tables, "y": now.tables["y"]}))
+        assert store.snapshot().step == 3
+
+
+def test_tables_that_are_restored_one_by_one_are_as_old_as_they_were() -> None:
+    x, y = (DynamicTable(name, 4, 40) for name in "xy")
+    with MemoryStore() as store:
+        store.create_tables([x, y], ADAM)
+        store.pull_many([("x", ids(1)), ("y", ids(2))], admit=True)
+        store.update("x", ids(1), torch.ones(1, 4), step=30)
+        store.pull("y", ids(3), admit=True)
+        whole, parts = store.snapshot(), [store.snapshot([name]) for name in "xy"]
+    with MemoryStore() as store:
+        store.create_tables([x, y], ADAM)
+        for part in parts:
+            store.restore(part)
+        found = store.snapshot()
+    assert found.step == whole.step == 30
+    for name, table in whole.tables.items():
+        assert torch.equal(found.tables[name].last_used, table.last_used)  # type: ignore[arg-type]
 
 
 # A process that dies within

@@ -7,13 +7,15 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from torchrec_ext.store import (
     StoreSnapshot,
     Table,
     Uniform,
+    saved,
 )
 from torchrec_ext.store.saved import (
     FORMAT_VERSION,
@@ -219,6 +222,17 @@ def replace_by_other_values(file: Path, dtype: str, shape: tuple[int, ...]) -> N
         opened.write(b"\0" * (size - opened.tell()))
 
 
+def make_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_a_link(file: Path) -> None:
+    outside = file.parent.with_name(f"outside_{file.name}")
+    file.rename(outside)
+    file.symlink_to(outside)
+
+
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("weight", lambda file: change(file, -1), "is damaged: its checksum"),
     ("keys", lambda file: change(file, -20), "is damaged: its checksum"),
@@ -226,6 +240,8 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("slots.exp_avg", lambda file: change(file, 1), "cannot be read"),
     ("weight", Path.unlink, "is missing"),
     ("weight", lambda file: (file.unlink(), file.mkdir()), "has .* bytes|cannot be read"),
+    ("weight", make_a_pipe, "it is no plain file"),
+    ("weight", make_a_link, "it is a symbolic link"),
     ("weight", replace_by_pickle, "cannot be read"),
     ("weight", lambda file: file.write_bytes(b"PK\3\4" + bytes(file.stat().st_size - 4)), "cannot be read"),
     ("weight", lambda file: replace_by_other_values(file, "<f8", (12, 2)), "holds float64 .*, not float32"),
@@ -269,6 +285,11 @@ def array_of(content: Any, name: str) -> Any:
     return content["tables"][1]["arrays"][name]
 
 
+def all_have_rows(content: Any, rows: Any) -> None:
+    for array in content["tables"][1]["arrays"].values():
+        array["shape"][0] = rows
+
+
 EDITS: list[tuple[Callable[[Any], object], str]] = [
     (
         lambda c: c.update(format_version=FORMAT_VERSION + 1),
@@ -297,6 +318,25 @@ EDITS: list[tuple[Callable[[Any], object], str]] = [
     (lambda c: c["tables"][1]["arrays"].pop("keys"), "has no keys"),
     (lambda c: c["tables"][1]["arrays"].pop("weight"), "has no weight"),
     (lambda c: c["tables"][1]["arrays"].update(x=array_of(c, "keys")), "'x' is nothing that Adam"),
+    (lambda c: c.update(step=-1), "-1 is no number of anything"),
+    (lambda c: c.update(step=3.0), "3.0 is no number of anything"),
+    (lambda c: c.update(clock=True), "True is no number of anything"),
+    (lambda c: array_of(c, "weight").update(nbytes=-1), "-1 is no number of anything"),
+    (lambda c: array_of(c, "weight").update(crc32="1"), "'1' is no number of anything"),
+    (partial(all_have_rows, rows=-5), "-5 is no number of anything"),
+    (partial(all_have_rows, rows=1 << 64), "is no number of anything"),
+    (partial(all_have_rows, rows=5.0), "5.0 is no number of anything"),
+    (lambda c: c["tables"][1].update(arrays=[]), "is damaged"),
+    (lambda c: c["tables"][1]["table"].update(name=5), "not a table's description"),
+    (lambda c: c["tables"][1]["table"].update(dim="4"), "not a table's description"),
+    (lambda c: c["tables"][1]["table"].update(evict_after="soon"), "not a table's description"),
+    (
+        lambda c: c["tables"][1]["table"].update(initializer={"kind": "ByFunction"}),
+        "its rows come one by one",
+    ),
+    (lambda c: c["tables"][0]["table"]["initializer"].update(low="x"), "not a table's description"),
+    (lambda c: c["tables"][1]["optimizer"].update(lr="x"), "not an optimizer's description"),
+    (lambda c: c["tables"][1]["optimizer"].update(lr=float("nan")), "not an optimizer's description"),
 ]
 
 
@@ -322,6 +362,10 @@ def test_what_is_no_snapshot_is_refused(tmp_path: Path) -> None:
     manifest.write_bytes(content.replace(b'"step": 3', b'"step": 4'))
     with pytest.raises(CheckpointError, match="its checksum is not its own"):
         StoreSnapshot.load(tmp_path / "saved")
+    for make in (make_a_pipe, make_a_link):
+        make(manifest)
+        with pytest.raises(CheckpointError, match=r"cannot be read: .*(no plain file|symbolic link)"):
+            StoreSnapshot.load(tmp_path / "saved")
     manifest.unlink()
     manifest.mkdir()
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -347,6 +391,33 @@ def test_a_snapshot_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
         trained(Adam(), seed).save(tmp_path)
         assert same(StoreSnapshot.load(tmp_path), trained(Adam(), seed))
         assert not strays(tmp_path)
+
+
+@contextmanager
+def once_called(name: str, do: Callable[[], object]) -> Iterator[None]:
+    """Does something when the reader of snapshots first calls a function of its own of this name."""
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == saved.__file__ and frame.f_code.co_name == name:
+            sys.setprofile(None)
+            do()
+
+    sys.setprofile(profile)
+    try:
+        yield
+        assert sys.getprofile() is None
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("moment", ["_table", "mapped", "parsed", "compare"])
+def test_what_is_loaded_while_another_takes_its_place_is_one_of_them(moment: str, tmp_path: Path) -> None:
+    old, new = trained(Adam()), trained(Adam(), seed=1)
+    old.save(tmp_path)
+    with once_called(moment, lambda: new.save(tmp_path)):
+        loaded = StoreSnapshot.load(tmp_path)
+    # From when all files were mapped, it is the old one.
+    assert same(loaded, old if moment in ("parsed", "compare") else new)
 
 
 @pytest.mark.parametrize("free_bytes", [0, 100, 200, 300, 420, 700, 2000])

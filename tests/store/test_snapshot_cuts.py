@@ -17,11 +17,13 @@ import torch
 from tests.store.kinds import opened
 from tests.support.workers import start_process
 from torchrec_ext.store import (
+    SGD,
     AdaGrad,
     CounterFilter,
     DenseTable,
     DynamicTable,
     MemoryStore,
+    RemoteStore,
     SharedMemoryStore,
     Store,
     StoreSnapshot,
@@ -190,6 +192,32 @@ def check_all(snapshots: list[StoreSnapshot], clock_before: int) -> None:
     updates = [check(snapshot, clock_before, initial, moved) for snapshot in snapshots]
     assert updates == sorted(updates)
     assert len(set(updates)) > SNAPSHOTS // 2, "hardly anything happened in between: the test proves little"
+
+
+def test_a_snapshot_of_servers_that_were_changed_meanwhile_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened("two servers", tmp_path) as store:
+        store.create_tables([DenseTable("t", 4, 10_000)], SGD())
+        store.snapshot()
+        assert not caplog.records
+        assert isinstance(store, RemoteStore)
+        stop = threading.Event()
+
+        def change() -> None:
+            with RemoteStore(store.urls) as other:
+                while not stop.is_set():
+                    other.update("t", torch.arange(10), torch.ones(10, 4))
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        try:
+            while not caplog.records:
+                store.snapshot()
+        finally:
+            stop.set()
+            thread.join()
+        assert "not of one moment" in caplog.text
 
 
 def _work(name: str, worker: int, pipe: Connection, updated: Event) -> None:

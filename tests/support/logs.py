@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, RankStats, TableInfo
+from torchrec_ext.delta.places import open_place
 
 INT64_MAX = 2**63 - 1
 IDS = [*range(-2, 44), 61, 99, 1000, 2**40, -(2**63), INT64_MAX - 1, INT64_MAX]
@@ -64,7 +65,8 @@ class LogWriter:
     """
 
     def __init__(self, directory: Path, tables: Mapping[str, TableInfo], seed: int = 0) -> None:
-        directory.mkdir(exist_ok=True)
+        self.place = open_place(directory)
+        self.place.make()
         self.directory = directory
         self.tables = {fqn: Table(info) for fqn, info in tables.items()}
         self._rng = np.random.default_rng(seed)
@@ -131,13 +133,12 @@ class LogWriter:
         return sorted(table.rows) if table.info.key_space == "row" else IDS
 
     def _write(self, dump: DumpId, touched: Mapping[str, set[int]], world_size: int) -> None:
-        path = self.directory / dump.directory
-        path.mkdir()
+        self.place.make_folder(dump.directory)
         parts, fallbacks, stats = [], [], []
         for rank in range(world_size):
             name = fmt.part_name(rank, world_size)
             counts = {fmt.UPSERT: 0, fmt.DELETE: 0}
-            with fmt.ParquetFileWriter(path / name, fmt.PART_SCHEMA) as file:
+            with fmt.ParquetFileWriter(self.place.create(dump.directory, name), fmt.PART_SCHEMA) as file:
                 for fqn, table in self.tables.items():
                     keys = sorted(key for key in touched[fqn] if key % world_size == rank)
                     kept = [key for key in keys if key in table.rows]
@@ -163,7 +164,7 @@ class LogWriter:
             parts.append(FileEntry(name, rank, file.rows, file.nbytes, file.crc32))
             stats.append(RankStats(counts[fmt.UPSERT], counts[fmt.DELETE], 0.0))
             name = fmt.fallback_name(rank, world_size)
-            with fmt.ParquetFileWriter(path / name, fmt.FALLBACK_SCHEMA) as file:
+            with fmt.ParquetFileWriter(self.place.create(dump.directory, name), fmt.FALLBACK_SCHEMA) as file:
                 for fqn, table in self.tables.items():
                     for shard, vector in enumerate(table.fallback):
                         if shard % world_size == rank:
@@ -184,8 +185,7 @@ class LogWriter:
             stats=tuple(stats),
             supersedes=self._supersedes,
         )
-        fmt.write_synced(fmt.hidden(path / MANIFEST_NAME), manifest.to_json())
-        fmt.rename_hidden(path / MANIFEST_NAME)
+        self.place.put(dump.directory, MANIFEST_NAME, manifest.to_json())
 
 
 TABLES = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow.fs import FileSystem
 
 from tests.support.trainers import Trainer
 from tests.support.workers import start_process
@@ -78,7 +79,7 @@ class Stepped:
         self._process.join()
 
 
-def dump_steps(trainer: Trainer, log: Path, steps: list[int]) -> Outcome:
+def dump_steps(trainer: Trainer, log: Path | FileSystem, steps: list[int]) -> Outcome:
     """Opens a log and dumps; see ``Stepped``."""
     outcome: dict[int, bool] = {}
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyarrow.fs import FileSystem
 from torch import nn
 
 from tests.support.models import keyed
@@ -48,7 +49,7 @@ class Trainer:
         keys = self.ebc.store.group_of("t").keys["t"]
         return keys.keys_of(keys.rows_in_use()).tolist()
 
-    def attach(self, log: Path, **options: Any) -> DeltaDumper:
+    def attach(self, log: Path | FileSystem, **options: Any) -> DeltaDumper:
         """A dumper of it, which dumps when it is told to."""
         return DeltaDumper(self.model, log, **{"interval_steps": 10**9, **options})
 
@@ -67,7 +68,7 @@ class Trainer:
         if dumper is not None and "dumper" in saved:
             dumper.load_state_dict(saved["dumper"])
 
-    def compare(self, log: Path) -> None:
+    def compare(self, log: Path | FileSystem) -> None:
         """Compares what the log replays with what the model answers, bit for bit."""
         answers = np.array(self.answers(), np.float32)
         assert np.array_equal(DeltaLog(log).replay()[FQN].lookup(IDS), answers)
@@ -77,5 +78,5 @@ def dump(dumper: DeltaDumper, step: int) -> dict[int, str]:
     """Dumps; what the dump says, as key and op."""
     dumper.dump(step)
     dumper.flush()
-    rows = DeltaLog(Path(dumper._directory)).read(step, dumper.generation).to_pylist()
+    rows = DeltaLog(dumper._place).read(step, dumper.generation).to_pylist()
     return {row["key_id"]: row["op"] for row in rows}

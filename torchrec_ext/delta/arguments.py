@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 
 def check_arguments(
-    output_dir: str | os.PathLike[str],
     interval_steps: int | None,
     interval_seconds: float | None,
     tables: Sequence[str] | None,
@@ -24,8 +24,6 @@ def check_arguments(
     Raises:
         ValueError: one is wrong; names it.
     """
-    if "://" in os.fspath(output_dir):
-        raise ValueError(f"output_dir must be a path, not a URI: {output_dir}")
     if (interval_steps is None) == (interval_seconds is None):
         raise ValueError(
             "give exactly one of interval_steps and interval_seconds, "
@@ -50,6 +48,18 @@ def check_arguments(
 def is_integer(value: object) -> bool:
     """Whether a value is an integer, NumPy's too, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def row_numbers(rows: torch.Tensor) -> torch.Tensor:
+    """The rows that somebody names, int64 ``[n]``.
+
+    Raises:
+        ValueError: they are no integers.
+    """
+    rows = torch.as_tensor(rows)
+    if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
+        raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
+    return rows.flatten().long()
 
 
 def json_object(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torchrec_ext.delta.cut import NO_KEYS, DeltaSource, TableDelta
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaDumpError
 from torchrec_ext.plain import PlainTable
-from torchrec_ext.plain.discovery import part_name
 from torchrec_ext.plain.layout import Band
+from torchrec_ext.plain.tables import part_name
 from torchrec_ext.ranks import gather
 
 _CHUNK_BYTES = 8 << 20

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.cut import NO_KEYS, Cut, TableDelta
-from torchrec_ext.delta.generations import Generation
+from torchrec_ext.delta.generations import Generation, UncertainCommit
 from torchrec_ext.delta.manifest import (
     MANIFEST_NAME,
     DumpId,
@@ -28,7 +27,6 @@ from torchrec_ext.delta.manifest import (
 )
 from torchrec_ext.delta.ranks import leave
 from torchrec_ext.errors import DeltaDumpError, DeltaLogError, FencedError
-from torchrec_ext.files import sync
 from torchrec_ext.ranks import gather
 
 logger = logging.getLogger(__name__)
@@ -43,12 +41,16 @@ class _RankFiles:
 
 @dataclass(frozen=True)
 class _Vote:
-    """What a rank tells the others of a dump: its files, or why it has none, or may not have any."""
+    """What a rank tells the others of a dump: its files, or why it has none, or may not have any.
+
+    ``uncertain``: the dump may be committed all the same.
+    """
 
     dump: DumpId
     files: _RankFiles | None
     error: str | None
     fenced: str | None
+    uncertain: bool = False
 
 
 class Committer:
@@ -77,7 +79,7 @@ class Committer:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.last_committed: DumpId | None = None
-        self._directory = generation.directory
+        self._place = generation.place
         self._tables = tables
         self._generation = generation
         self._previous = previous
@@ -86,13 +88,14 @@ class Committer:
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._uncommitted: dict[str, TableDelta] = {}
-        self._own_files: list[Path] = []
-        self._abandoned: Path | None = None
+        self._own_files: list[str] = []
+        self._abandoned: str | None = None
+        self._uncertain: set[DumpId] = set()
         self._lost_rank = False
 
     def supersede(self, dumps: Sequence[DumpId]) -> None:
         """Makes the next dump that is committed void these."""
-        self._supersedes = tuple(dumps)
+        self._supersedes += tuple(dumps)
 
     def uncommitted_keys(self) -> dict[str, NDArray[np.int64]]:
         """By table, the keys of which this rank said something that is not committed yet."""
@@ -110,7 +113,7 @@ class Committer:
             RuntimeError: another rank is gone, so nobody can tell whether it was committed.
         """
         dump = DumpId(self._generation.number, cut.step)
-        path = self._directory / dump.directory
+        folder = dump.directory
         if self._lost_rank:  # the last dump may be committed, so its files must stay as they are
             cut.discard()
             raise RuntimeError("another rank is gone since an earlier dump")
@@ -118,21 +121,21 @@ class Committer:
         files, error = None, cut.error
         if error is None:
             try:
+                if dump in self._uncertain:
+                    raise FileExistsError("it may be committed already, and cannot be written again")
                 self._generation.check()
-                files = self._write(path, cut)
-            except Exception as caught:
+                files = self._write(folder, cut)
+            except BaseException as caught:  # a stream brings what interrupted the training thread
                 error = caught
         if files is None:
             cut.discard()
         try:
-            manifest = self._agree(dump, path, cut, self._vote(dump, files, error))
+            manifest = self._agree(dump, cut, self._vote(dump, files, error))
         except DeltaDumpError as refused:
-            if isinstance(refused, FencedError):
-                self._uncommitted.clear()  # nobody will ever want to know
-            else:
-                self._keep(cut)
-            self._remove_own_files()
-            self._abandoned = path
+            self._keep(cut)
+            if dump not in self._uncertain:
+                self._remove_own_files(folder)
+                self._abandoned = folder
             if error is not None:
                 raise refused from error
             raise
@@ -151,29 +154,29 @@ class Committer:
         group, self.group = self.group, None
         leave(group)
 
-    def _write(self, path: Path, cut: Cut) -> _RankFiles:
-        if self._abandoned != path:
+    def _write(self, folder: str, cut: Cut) -> _RankFiles:
+        if self._abandoned != folder:
             self._remove_abandoned_directory()
-        path.mkdir(exist_ok=True)
+        self._place.make_folder(folder)
         name = fmt.part_name(self._rank, self._world_size)
         upserts = deletes = 0
-        with fmt.ParquetFileWriter(path / name, fmt.PART_SCHEMA) as file:
+        with fmt.ParquetFileWriter(self._place.create(folder, name), fmt.PART_SCHEMA) as file:
             for delta in self._with_uncommitted(cut.deltas):
                 upserts += len(delta.upsert_keys)
                 deletes += len(delta.delete_keys)
                 for batch in self._batches(cut.step, delta):
                     file.write(batch)
-        self._own_files.append(path / name)
+        self._own_files.append(name)
         part = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
         name = fmt.fallback_name(self._rank, self._world_size)
-        with fmt.ParquetFileWriter(path / name, fmt.FALLBACK_SCHEMA) as file:
+        with fmt.ParquetFileWriter(self._place.create(folder, name), fmt.FALLBACK_SCHEMA) as file:
             for answers in cut.answers:
                 file.write(
                     fmt.fallback_batch(answers.fqn, answers.shard, answers.fallback, answers.exceptions)
                 )
-        self._own_files.append(path / name)
+        self._own_files.append(name)
         fallback = FileEntry(name, self._rank, file.rows, file.nbytes, file.crc32)
-        sync(path)
+        self._place.sync(folder)
         return _RankFiles(part, fallback, RankStats(upserts, deletes, cut.stall_seconds))
 
     def _with_uncommitted(self, deltas: Iterable[TableDelta]) -> Iterable[TableDelta]:
@@ -202,7 +205,7 @@ class Committer:
         if len(delta.delete_keys):
             yield batch(op=fmt.DELETE, keys=delta.delete_keys, vectors=None)
 
-    def _agree(self, dump: DumpId, path: Path, cut: Cut, vote: _Vote) -> Manifest | None:
+    def _agree(self, dump: DumpId, cut: Cut, vote: _Vote) -> Manifest | None:
         votes = self._exchange(vote)
         _raise_fenced(dump, votes)
         if any(v.dump != dump for v in votes):
@@ -220,12 +223,15 @@ class Committer:
             except Exception as caught:
                 error = caught
             else:
-                self._sync_directories(path)
+                self._sync_folders(dump)
         committed = self._exchange(self._vote(dump, None, error))[0]
+        if committed.uncertain:
+            self._uncertain.add(dump)
+            self._supersedes += (dump,)
         _raise_fenced(dump, [committed])
         if committed.error is not None:
             why = f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
-            raise _refused(dump, why) from error
+            raise _refused(dump, why, uncertain=committed.uncertain) from error
         return manifest
 
     def _vote(self, dump: DumpId, files: _RankFiles | None, error: BaseException | None) -> _Vote:
@@ -236,15 +242,19 @@ class Committer:
                 self._generation.check()
             except FencedError as why:
                 fenced = str(why)
+            except OSError:
+                pass  # nobody can tell, and the others wait for this vote
+        if isinstance(error, UncertainCommit):
+            return _Vote(dump, files, str(error), fenced, uncertain=True)
         return _Vote(dump, files, None if error is None else f"{type(error).__name__}: {error}", fenced)
 
-    def _sync_directories(self, path: Path) -> None:
+    def _sync_folders(self, dump: DumpId) -> None:
         # Readers see the dump by now: it is committed, though a power failure may still undo it.
         try:
-            for directory in (path, self._directory):
-                sync(directory)
+            for folder in (dump.directory, ""):
+                self._place.sync(folder)
         except Exception:
-            logger.warning("%s is committed, but may not be on the disk yet", path, exc_info=True)
+            logger.warning("%s is committed, but may not be on the disk yet", dump.directory, exc_info=True)
 
     def _exchange(self, vote: _Vote) -> list[_Vote]:
         try:
@@ -281,27 +291,26 @@ class Committer:
             before = self._uncommitted.get(delta.fqn)
             self._uncommitted[delta.fqn] = before.without(delta.keys).plus(owned) if before else owned
 
-    def _remove_own_files(self) -> None:
+    def _remove_own_files(self, folder: str) -> None:
         # Its own only: the directory is the other ranks' as well.
-        for file in self._own_files:
+        for name in self._own_files:
             with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+                self._place.remove(folder, name)
 
     def _remove_abandoned_directory(self) -> None:
         # Not before this rank does something else: a rank ahead of it may try the same dump again.
         if self._abandoned is not None:
-            with contextlib.suppress(OSError):  # not empty yet: another rank comes after us
-                self._abandoned.rmdir()
+            self._place.prune(self._abandoned)  # unless it is not empty yet: another rank comes after us
             self._abandoned = None
 
 
-def _refused(dump: DumpId, why: str) -> DeltaDumpError:
-    return DeltaDumpError(
-        f"the dump of step {dump.step} was not committed; its rows go out with the next one. {why}"
-    )
+def _refused(dump: DumpId, why: str, *, uncertain: bool = False) -> DeltaDumpError:
+    what = "may be committed or not, nobody can tell" if uncertain else "was not committed"
+    return DeltaDumpError(f"the dump of step {dump.step} {what}; its rows go out with the next one. {why}")
 
 
 def _raise_fenced(dump: DumpId, votes: Sequence[_Vote]) -> None:
     for vote in votes:
         if vote.fenced is not None:
-            raise FencedError(f"the dump of step {dump.step} was not committed: {vote.fenced}")
+            what = "may count or not, as the newer run saw it" if vote.uncertain else "was not committed"
+            raise FencedError(f"the dump of step {dump.step} {what}: {vote.fenced}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -119,16 +120,18 @@ class PieceStream(DeltaSource):
     """
 
     def __init__(self) -> None:
-        self._pieces: queue.Queue[tuple[TableDelta, Arena] | BaseException | None]
-        self._pieces = queue.Queue(maxsize=1)
+        self._pieces: queue.SimpleQueue[tuple[TableDelta, Arena] | BaseException | None]
+        self._pieces = queue.SimpleQueue()
+        self._room = threading.Semaphore(1)
         self._ended = False
 
     def put(self, delta: TableDelta, arena: Arena) -> None:
         """Hands a piece over."""
+        self._room.acquire()
         self._pieces.put((delta, arena))
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Ends the stream; an error makes the consumer fail."""
+        """Ends the stream, without waiting; an error makes the consumer fail. A second call does nothing."""
         self._pieces.put(error)
 
     def __iter__(self) -> Iterator[TableDelta]:
@@ -148,6 +151,7 @@ class PieceStream(DeltaSource):
 
     def _take(self) -> tuple[TableDelta, Arena] | None:
         piece = self._pieces.get()
+        self._room.release()
         self._ended = not isinstance(piece, tuple)
         if isinstance(piece, BaseException):
             raise piece

@@ -47,7 +47,7 @@ class Cutter:
         self._pool = pool
         self._writer = writer
         self._joiner = joiner
-        self._unsettled: tuple[Cut, Diffs] | None = None
+        self._unsettled: tuple[Cut, Diffs | None] | None = None
 
     @torch.no_grad()
     def cut(self, global_step: int, metadata: dict[str, Any]) -> DumpResult:
@@ -61,11 +61,12 @@ class Cutter:
         """
         self.settle()
         cut = Cut(global_step, time.time(), metadata)
+        self._unsettled = cut, None
         try:
             diffs = self._compare(cut)
             self._unsettled = cut, diffs
-            if cut.streamed:
-                self._stream(cut, diffs)
+            if cut.stream is not None:
+                self._stream(cut, cut.stream, diffs)
             else:
                 self._writer.submit(cut)
         finally:
@@ -81,14 +82,23 @@ class Cutter:
         )
 
     def settle(self) -> None:
-        """Finishes a cut that an exception, such as a Ctrl-C that was caught, left half taken."""
-        if self._unsettled is not None:
-            cut, diffs = self._unsettled
-            if cut.streamed and cut.submitted:
-                self._writer.wait_until_written()
-            elif not cut.submitted:
-                cut.release()
-            self._advance(cut, diffs, keep_marks=True)
+        """Finishes a cut that an exception, such as a Ctrl-C that was caught, left half taken.
+
+        The other ranks have a cut of the same step, so this one's must not be missing.
+        """
+        if self._unsettled is None:
+            return
+        cut, diffs = self._unsettled
+        if not cut.submitted:
+            if cut.streamed or diffs is None:
+                self._fail(cut, cut.error or RuntimeError("interrupted"))
+            else:
+                self._writer.submit(cut)
+        elif cut.stream is not None:
+            cut.stream.finish(RuntimeError("interrupted"))
+        if cut.streamed:
+            self._writer.wait_until_written()
+        self._advance(cut, diffs or {}, keep_marks=True)
 
     def _compare(self, cut: Cut) -> Diffs:
         """Finds out what changed, and reads it into memory if it fits."""
@@ -107,13 +117,16 @@ class Cutter:
                 split = {name: keys[name] for name in self._joiner.bands if name in keys}
                 cut.deltas = self._joiner.join(cut.deltas, split, losses)
         except BaseException as error:
-            cut.release()
-            cut.error = error
-            if self._joiner is not None:
-                cut.deltas = self._joiner.failed(error)
-            self._writer.submit(cut)
+            self._fail(cut, error)
             raise
         return diffs
+
+    def _fail(self, cut: Cut, error: BaseException) -> None:
+        """Tells the other ranks that this one has nothing to commit."""
+        cut.release()
+        cut.error = error
+        cut.deltas = () if self._joiner is None else self._joiner.failed(error)
+        self._writer.submit(cut)
 
     def _advance(self, cut: Cut, diffs: Diffs, *, keep_marks: bool = False) -> None:
         # What the writer has in memory goes out sooner or later; a stream goes out now or is read anew.
@@ -134,18 +147,16 @@ class Cutter:
             self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
         ]
 
-    def _stream(self, cut: Cut, diffs: Diffs) -> None:
+    def _stream(self, cut: Cut, stream: PieceStream, diffs: Diffs) -> None:
         """Hands a cut over piece by piece, and waits until the writer is done with it."""
-        stream = cut.stream
-        assert stream is not None
         logger.info(
             "the dump of step %d holds %d bytes of vectors, more than max_pending_bytes: "
             "training stands still while it is written",
             cut.step,
             self._vector_bytes(diffs),
         )
-        self._writer.submit(cut)
         try:
+            self._writer.submit(cut)
             for fqn, diff in diffs.items():
                 tracker = self._trackers[fqn]
                 rows = CHUNK_BYTES // (4 * tracker.table.dim)

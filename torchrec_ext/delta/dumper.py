@@ -6,32 +6,32 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
+import pyarrow.fs as pafs
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_ext.delta.arguments import check_arguments, is_integer, json_object
+from torchrec_ext.delta.arguments import check_arguments, json_object, row_numbers
 from torchrec_ext.delta.buffers import BufferPool
 from torchrec_ext.delta.columns import ColumnJoiner, split_bands
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS, DumpResult
 from torchrec_ext.delta.cutter import Cutter
 from torchrec_ext.delta.following import Followers, find_tables
-from torchrec_ext.delta.keys import Keys
-from torchrec_ext.delta.opening import check_places, describe, open_log, select_tables
-from torchrec_ext.delta.position import LogPosition, merged
+from torchrec_ext.delta.opening import check_places, describe, open_log, place_for, select_tables
+from torchrec_ext.delta.places import Place
+from torchrec_ext.delta.position import LogPosition
 from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.resuming import Restart
+from torchrec_ext.delta.saving import current_position
 from torchrec_ext.delta.schedule import schedule_of
+from torchrec_ext.delta.steps import Steps, checked_step
 from torchrec_ext.delta.tracked import RowSource
 from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.delta.writer import DumpWriter
-from torchrec_ext.ranks import gather, on_every_rank
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class DeltaDumper:
 
     Args:
         model: the model; ZCH modules in it are sharded by TorchRec (``DistributedModelParallel``).
-        output_dir: a directory, shared by all ranks; made if it is not there.
+        output_dir: a directory, shared by all ranks; made if it is not there. A path, or a URI that PyArrow
+            takes (``s3://bucket/deltas``), or one of its file systems, of which it is the root.
         interval_steps: dump whenever the step number reaches or passes a multiple of this.
         interval_seconds: dump about this often instead, by the clock of the group's rank 0.
         tables: ``fnmatch`` patterns of table FQNs (``"mc.*"``); by default all that are supported.
@@ -86,7 +87,7 @@ class DeltaDumper:
     def __init__(
         self,
         model: nn.Module,
-        output_dir: str | os.PathLike[str],
+        output_dir: str | os.PathLike[str] | pafs.FileSystem,
         *,
         interval_steps: int | None = None,
         interval_seconds: float | None = None,
@@ -96,14 +97,10 @@ class DeltaDumper:
         max_pending_bytes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_arguments(
-            output_dir, interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes
-        )
+        check_arguments(interval_steps, interval_seconds, tables, first_dump, max_pending, max_pending_bytes)
+        self._place = place_for(output_dir)
         found = select_tables(find_tables(model), tables, model)
-        self._directory = Path(output_dir)
-        self._last_step: int | None = None
-        self._last_dump: int | None = None
-        self._resumed_at: int | None = None
+        self._steps = Steps()
         self._base = LogPosition()
         self._marked = False
         self._closed = False
@@ -120,7 +117,7 @@ class DeltaDumper:
         )
         try:
             check_places(group, found)
-            opened = open_log(self._directory, group, found)
+            opened = open_log(self._place, group, found)
             self._schedule = schedule_of(interval_steps, interval_seconds, group)
             publish_all = first_dump == "full" or bool(opened.dumps)
             for table in found:
@@ -152,13 +149,10 @@ class DeltaDumper:
         )
         self._writer = DumpWriter(self._committer, max_pending)
         self._cutter = Cutter(trackers, self._followers, pool, self._writer, self.generation, joiner)
-        self._unclosed = weakref.finalize(self, _warn_unclosed, self._directory)
+        self._unclosed = weakref.finalize(self, _warn_unclosed, self._place)
         if opened.dumps and first_dump == "delta":
-            logger.info(
-                "%s holds a log already: unless training resumes, the first dump holds every row",
-                self._directory,
-            )
-        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._directory, self.generation)
+            logger.info("%s holds a log: the first dump is full, unless training resumes", self._place)
+        logger.info("dumping %s to %s, generation %d", ", ".join(infos), self._place, self.generation)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -186,12 +180,8 @@ class DeltaDumper:
             FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()
-        before = self._resumed_at if self._last_step is None else self._last_step
-        global_step = self._checked_step(global_step, before)
-        if global_step != self._last_dump:
-            self._checked_step(global_step, self._last_dump)
-        self._last_step = global_step
-        due = self._schedule.due(global_step) and global_step != self._last_dump
+        global_step = self._steps.take(global_step)
+        due = self._schedule.due(global_step) and global_step != self._steps.dumped
         result = self._dump(global_step, {}) if due else None
         # Only now: all ranks take the same dumps, whenever each of them hears of an error.
         self._writer.raise_errors()
@@ -218,12 +208,7 @@ class DeltaDumper:
             FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()
-        if self._last_dump is None and self._resumed_at is not None:
-            self._checked_step(global_step, self._resumed_at - 1)  # of this step there may be none yet
-        global_step = self._checked_step(global_step, self._last_dump)
-        if global_step != self._last_step:
-            self._checked_step(global_step, self._last_step)
-        result = self._dump(global_step, json_object(metadata or {}))
+        result = self._dump(self._steps.checked_dump(global_step), json_object(metadata or {}))
         self._writer.raise_errors()
         return result
 
@@ -254,13 +239,13 @@ class DeltaDumper:
             FencedError: nor will a later one be: a newer run has opened the log.
         """
         self._check_open()
-        global_step = self._checked_step(global_step, None)
-        if self._restart is None or self._last_step is not None:
+        global_step = checked_step(global_step, None)
+        if self._restart is None or self._steps.last is not None:
             raise ValueError("resume comes first, once, before any step or dump of this DeltaDumper")
         branch = self._restart.go_on_from(global_step, self._committer.group, marked=self._marked)
         self._restart = None
         self._marked = False
-        self._resumed_at = global_step
+        self._steps.resumed = global_step
         self._schedule.go_on_after(global_step)
         if branch.kept:
             self._base = LogPosition(branch.kept[-1].dump, branch.kept[-1].run_id)
@@ -277,7 +262,14 @@ class DeltaDumper:
         All ranks call it (``torch.distributed.checkpoint.save`` does). It waits for dumps under way. Eight
         bytes for each key that changed since the last dump; a checkpoint right after a dump keeps none.
         """
-        return {_STATE: self._position().to_bytes()}
+        if self._closed or self._restart is not None:  # nothing is known
+            return {_STATE: LogPosition().to_bytes()}
+        self._cutter.settle()
+        self._writer.wait_until_written()
+        position = current_position(
+            self._base, self._generation.run_id, self._committer, self._followers, self._trackers
+        )
+        return {_STATE: position.to_bytes()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what ``state_dict`` gave, at any world size, for the ``resume`` that follows.
@@ -286,7 +278,7 @@ class DeltaDumper:
             ValueError: it is something else, or a step or dump was taken before.
         """
         self._check_open()
-        if self._restart is None or self._last_step is not None:
+        if self._restart is None or self._steps.last is not None:
             raise ValueError("load_state_dict comes before resume, and before any step or dump")
         if _STATE not in state_dict:
             raise ValueError(f"state_dict has no {_STATE!r}: it is not one of a DeltaDumper")
@@ -316,13 +308,9 @@ class DeltaDumper:
         self._check_open()
         if table not in self._rows:
             raise ValueError(f"table {table!r} is not dumped; dumped are {list(self._rows)}")
-        if rows is not None:
-            rows = torch.as_tensor(rows)
-            if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
-                raise ValueError(f"rows must be integers, the rows' numbers, not {rows.dtype}")
-            rows = rows.flatten().long()
+        numbers = None if rows is None else row_numbers(rows)
         for part in self._rows[table]:
-            part.mark(rows)
+            part.mark(numbers)
         self._marked = True
 
     def flush(self) -> None:
@@ -331,6 +319,7 @@ class DeltaDumper:
         Raises:
             DeltaDumpError: one was not, here or on another rank.
         """
+        self._cutter.settle()
         self._writer.wait_until_written()
         self._writer.raise_errors()
 
@@ -346,8 +335,8 @@ class DeltaDumper:
         if self._closed:
             return
         try:
-            if self._last_step is None and self._last_dump is None:
-                logger.warning("nothing was dumped to %s: step() was never called", self._directory)
+            if self._steps.last is None and self._steps.dumped is None:
+                logger.warning("nothing was dumped to %s: step() was never called", self._place)
             self._cutter.settle()
             if (owed := self._step_owed()) is not None:
                 self._dump(owed, {})
@@ -378,47 +367,18 @@ class DeltaDumper:
                 "checkpoint. The first dump holds every row"
             )
         self._restart = None
-        self._last_dump = global_step
+        self._steps.dumped = global_step
         self._marked = False
         return self._cutter.cut(global_step, metadata)
 
-    def _position(self) -> LogPosition:
-        """Where it stands in the log; nothing is known before the first dump and after the last."""
-        if self._closed or self._restart is not None:
-            return LogPosition()
-        self._cutter.settle()
-        self._writer.wait_until_written()
-        last, run_id = self._base.dump, self._base.run_id
-        if self._committer.last_committed is not None:
-            last, run_id = self._committer.last_committed, self._generation.run_id
-        if last is None:
-            return LogPosition()
-        group = self._committer.group
-        return LogPosition(last, run_id, merged(gather(group, on_every_rank(group, self._unsaid))))
-
-    def _unsaid(self) -> dict[str, Keys]:
-        try:
-            self._followers.pause()
-            diffs = [(tracker.table.fqn, tracker.compare()) for tracker in self._trackers.values()]
-        finally:
-            self._followers.resume()
-        kept = self._committer.uncommitted_keys()
-        return merged(
-            [{fqn: np.concatenate([diff.upsert_keys, diff.delete_keys])} for fqn, diff in diffs]
-            + [{fqn: kept.get(fqn, NO_KEYS)} for fqn, _ in diffs]
-        )
-
     def _step_owed(self) -> int | None:
         """The step of the dump that is still due when the dumper is closed, the same on every rank."""
-        last = -1 if self._last_dump is None else self._last_dump
-        if self._last_step is not None and self._last_step > last:
-            return self._last_step
-        if self._last_dump is not None and self._writer.last_dump_failed():
-            return self._last_dump  # its rows wait for the next dump: there is no other
+        if (undumped := self._steps.undumped) is not None:
+            return undumped
+        if self._steps.dumped is not None and self._writer.last_dump_failed():
+            return self._steps.dumped  # its rows wait for the next dump: there is no other
         if self._marked:  # on this rank; the others may not know
-            logger.warning(
-                "rows marked after the last dump are not in %s: dump() after mark()", self._directory
-            )
+            logger.warning("rows marked after the last dump are not in %s: dump() after mark()", self._place)
         return None
 
     def _leave(self, *, wait: bool) -> None:
@@ -431,17 +391,6 @@ class DeltaDumper:
         if self._closed:
             raise ValueError("this DeltaDumper is closed; construct a new one")
 
-    @staticmethod
-    def _checked_step(global_step: int, before: int | None) -> int:
-        if not is_integer(global_step) or global_step < 0:
-            raise ValueError(f"global_step must be an integer >= 0, not {global_step!r}")
-        if before is not None and global_step <= before:
-            raise ValueError(
-                f"global_step must grow: got {global_step} after {before}. After a restart, construct a "
-                "new DeltaDumper on the same directory, load the checkpoint and call resume()"
-            )
-        return int(global_step)
 
-
-def _warn_unclosed(directory: Path) -> None:
-    logger.warning("a DeltaDumper was not closed: what came after its last dump is not in %s", directory)
+def _warn_unclosed(place: Place) -> None:
+    logger.warning("a DeltaDumper was not closed: what came after its last dump is not in %s", place)

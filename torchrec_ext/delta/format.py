@@ -8,9 +8,7 @@ changed and a fallback file with the vectors that answer ids without a row. This
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -18,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.files import ChecksummedFile
+from torchrec_ext.delta.places import NewFile
 
 FORMAT_VERSION = 1
 UPSERT, DELETE = "upsert", "delete"
@@ -132,18 +130,20 @@ def fallback_batch(
 class ParquetFileWriter:
     """Writes one Parquet file of a dump, counting its bytes and their CRC-32 on the way.
 
-    The file has a hidden name until the ``with`` block is left without an exception: then it is
-    whole and on the disk (fsync). So a reader that globs ``part_*.parquet`` meets whole files only.
+    The file has its name once the ``with`` block is left without an exception: then it is whole and on the
+    disk. So a reader that globs ``part_*.parquet`` meets whole files only.
+
+    Args:
+        file: of ``Place.create``; is gone if writing fails.
+        schema: of the rows.
 
     Raises:
-        FileExistsError: the file is there already, or another process is writing it.
+        FileExistsError: there is such a file already.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, file: NewFile, schema: pa.Schema) -> None:
         self.rows = 0
-        self._path = path
-        self._hidden = hidden(path)
-        self._file = ChecksummedFile(self._hidden)
+        self._file = file
         named = set(schema.names)
         try:
             self._writer = pq.ParquetWriter(
@@ -157,7 +157,7 @@ class ParquetFileWriter:
                 store_schema=False,
             )
         except BaseException:
-            self._discard()
+            file.discard()
             raise
 
     @property
@@ -187,54 +187,14 @@ class ParquetFileWriter:
         if kind is not None:
             with contextlib.suppress(Exception):
                 self._writer.close()
-            self._discard()
+            self._file.discard()
             return
         try:
             self._writer.close()
-            self._file.sync()
-            self._file.close()
-            rename_hidden(self._path)
+            self._file.finish()
         except BaseException:
-            self._discard()
+            self._file.discard()
             raise
-
-    def _discard(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._hidden.unlink(missing_ok=True)
-
-
-def hidden(path: Path) -> Path:
-    """The name a file has while it is written."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def rename_hidden(path: Path) -> None:
-    """Gives a file that was written under its hidden name its own.
-
-    Raises:
-        FileExistsError: there is such a file already; it is left as it is.
-    """
-    if path.exists():
-        raise FileExistsError(f"{path} is there already: another trainer writes to this directory")
-    os.rename(hidden(path), path)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a new file, which is on the disk when this returns; not there at all if it fails.
-
-    Raises:
-        FileExistsError: there is such a file already; it is left as it is.
-    """
-    opened = path.open("xb")  # if it is there already, it is not ours to remove below
-    try:
-        with opened as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str]]:

@@ -11,11 +11,14 @@ import secrets
 import shutil
 import socket
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId
+from torchrec_ext.delta.places import LocalPlace, Place
+from torchrec_ext.delta.places.local import write_synced
 from torchrec_ext.errors import DeltaLogError, FencedError
 from torchrec_ext.files import sync
 
@@ -29,9 +32,53 @@ _OWNER, _OPEN = "owner.json", "open"
 _TRIES = 1000
 
 
+class UncertainCommit(Exception):
+    """A manifest may be in its place, or come to it later, or never."""
+
+
 @dataclass(frozen=True)
-class Generation:
+class Generation(ABC):
     """A run's right to commit to a log, until another run opens it.
+
+    Attributes:
+        place: the log's.
+        number: larger than that of any run before.
+        run_id: random; tells the run from those of the same number in other logs.
+    """
+
+    place: Place
+    number: int
+    run_id: str
+
+    @abstractmethod
+    def commit(self, dump: DumpId, manifest: bytes) -> None:
+        """Puts a dump's manifest in its place. When it returns, every later run goes on from the dump.
+
+        Raises:
+            OSError: it could not, and the dump is not committed; see ``check``.
+            FencedError: nor is it, and another run has opened the log.
+            UncertainCommit: nobody can tell.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Tells of another run that has opened the log since.
+
+        Raises:
+            FencedError: there is one.
+        """
+
+    @abstractmethod
+    def cannot_commit(self, older: int, newest: int) -> bool:
+        """Whether an older generation cannot commit any more, given the newest one of which a dump counts."""
+
+    def close(self) -> None:  # noqa: B027  # not all have anything to do
+        """Gives the right up."""
+
+
+@dataclass(frozen=True)
+class RenamingGeneration(Generation):
+    """A right that the file system itself grants.
 
     A manifest is written in the generation's directory ``open`` and comes to its place by a rename, which
     is the commit. Who opens the log next removes ``open``, and only then looks where the log ends. So the
@@ -39,102 +86,101 @@ class Generation:
     on from that dump, or there is nothing left to rename. That holds however long the old run was asleep
     and whatever it knew when it fell asleep; there is no clock and no lock.
 
-    Attributes:
-        directory: the log's.
-        number: larger than that of any run before.
-        run_id: random; tells the run from those of the same number in other logs.
     """
 
-    directory: Path
-    number: int
-    run_id: str
+    place: LocalPlace
 
     def commit(self, dump: DumpId, manifest: bytes) -> None:
-        """Puts a dump's manifest in its place.
-
-        Raises:
-            OSError: it could not, and the dump is not committed; see ``check``.
-        """
+        """See ``Generation``; there is always somebody who can tell."""
         hidden = self._open / f"{dump.directory}.json"
-        fmt.write_synced(hidden, manifest)
+        write_synced(hidden, manifest)
         try:
-            os.rename(hidden, self.directory / dump.directory / MANIFEST_NAME)
+            os.rename(hidden, self.place.path / dump.directory / MANIFEST_NAME)
         except BaseException:
             hidden.unlink(missing_ok=True)
             raise
 
     def check(self) -> None:
-        """Tells of another run that has opened the log since. What decides is ``commit`` alone.
-
-        Raises:
-            FencedError: there is one.
-        """
-        newer = self._own.with_name(_name(self.number + 1))
+        """See ``Generation``. What decides is ``commit`` alone."""
+        newer = self._own.with_name(generation_name(self.number + 1))
         if newer.exists():
-            raise FencedError(
-                f"this run is generation {self.number} of {self.directory}, and generation "
-                f"{self.number + 1} ({_owner(newer)}) has opened it since: only the newest one may write. "
-                "Stop this run, or restart it from a checkpoint"
-            )
+            raise fenced(self, self.number + 1, _owner(newer))
+
+    def cannot_commit(self, older: int, newest: int) -> bool:
+        """See ``Generation``."""
+        return older < self.number
 
     def close(self) -> None:
-        """Gives the right up."""
+        """See ``Generation``."""
         _remove_open(self._own)
 
     @property
     def _own(self) -> Path:
-        return self.directory / FOLDER / _name(self.number)
+        return self.place.path / FOLDER / generation_name(self.number)
 
     @property
     def _open(self) -> Path:
         return self._own / _OPEN
 
 
-def claim(directory: Path) -> Generation:
+def claim(place: LocalPlace) -> Generation:
     """Begins a new generation; when it returns, no older one can commit any more.
 
     Raises:
         OSError: the directory cannot be written to.
     """
-    folder = directory / FOLDER
+    folder = place.path / FOLDER
     folder.mkdir(exist_ok=True)
     run_id = secrets.token_hex(8)
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id, "opened_unix": time.time()}
     draft = folder / f".{run_id}"
     (draft / _OPEN).mkdir(parents=True)
     try:
-        (draft / _OWNER).write_text(json.dumps(owner))
-        number = _take_next(draft, directory)
+        (draft / _OWNER).write_bytes(owner_of(run_id))
+        number = _take_next(draft, place)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     sync(folder)
     for older in sorted(folder.iterdir()):
-        if (match := _NAME.fullmatch(older.name)) and int(match[1]) < number and _remove_open(older):
+        taken = generation_of(older.name)
+        if taken is not None and taken < number and _remove_open(older):
             logger.info("%s was not closed (%s); it cannot commit any more", older.name, _owner(older))
-    return Generation(directory, number, run_id)
+    return RenamingGeneration(place, number, run_id)
 
 
-def remove_uncommitted(generation: Generation) -> None:
-    """Removes what older generations left half-written, and can never commit now."""
-    for entry in sorted(generation.directory.iterdir()):
-        dump = DumpId.from_directory(entry.name)
-        if dump is None or dump.generation >= generation.number or (entry / MANIFEST_NAME).exists():
+def remove_uncommitted(generation: Generation, newest: int, committed: Collection[str]) -> None:
+    """Removes what older generations left half-written, and can never commit now.
+
+    Args:
+        generation: this run's.
+        newest: generation of which a dump counts; -1 if there is none.
+        committed: names of dumps that are known to be.
+    """
+    for name in generation.place.entries():
+        dump = DumpId.from_directory(name)
+        if dump is None or name in committed or not generation.cannot_commit(dump.generation, newest):
             continue
-        logger.info("removing %s, which was never committed", entry.name)
+        if generation.place.has(name, MANIFEST_NAME):
+            continue
+        logger.info("removing %s, which was never committed", name)
         # One that still runs may write to it meanwhile: what stays means nothing.
-        shutil.rmtree(entry, ignore_errors=True)
+        generation.place.remove_folder(name)
 
 
-def _take_next(draft: Path, directory: Path) -> int:
-    """Gives a draft the lowest number that is higher than all others."""
+def next_number(place: Place) -> int:
+    """The lowest generation that is higher than all others."""
+    dumps = (DumpId.from_directory(name) for name in place.entries())
+    taken = [dump.generation for dump in dumps if dump is not None]
+    taken += [number for name in place.entries(FOLDER) if (number := generation_of(name)) is not None]
+    return max(taken, default=-1) + 1
+
+
+def _take_next(draft: Path, place: Place) -> int:
+    """Gives a draft the next number."""
     while True:
-        dumps = (DumpId.from_directory(entry.name) for entry in directory.iterdir())
-        taken = [dump.generation for dump in dumps if dump is not None]
-        taken += [int(match[1]) for entry in draft.parent.iterdir() if (match := _NAME.fullmatch(entry.name))]
-        number = max(taken, default=-1) + 1
+        number = next_number(place)
         try:
-            os.rename(draft, draft.with_name(_name(number)))
+            os.rename(draft, draft.with_name(generation_name(number)))
         except OSError as error:
             # Another run was faster. A number's directory is never removed, so never given twice.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -163,11 +209,42 @@ def _remove_open(generation: Path) -> bool:
 
 def _owner(generation: Path) -> str:
     try:
-        owner = json.loads((generation / _OWNER).read_bytes())
+        return named_owner((generation / _OWNER).read_bytes())
+    except OSError:
+        return named_owner(b"")
+
+
+def owner_of(run_id: str) -> bytes:
+    """What a run says of itself when it opens a log."""
+    return json.dumps(
+        {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id, "opened_unix": time.time()}
+    ).encode()
+
+
+def named_owner(said: bytes) -> str:
+    """Whom that means."""
+    try:
+        owner = json.loads(said)
         return f"process {owner['pid']} on {owner['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return "of an unknown process"
 
 
-def _name(number: int) -> str:
+def fenced(generation: Generation, newer: int, owner: str) -> FencedError:
+    """The error of a run when a newer one has opened the log."""
+    return FencedError(
+        f"this run is generation {generation.number} of {generation.place}, and generation "
+        f"{newer} ({owner}) has opened it since: only the newest one may write. "
+        "Stop this run, or restart it from a checkpoint"
+    )
+
+
+def generation_name(number: int) -> str:
+    """The name of a generation's folder."""
     return f"g{number:04d}"
+
+
+def generation_of(name: str) -> int | None:
+    """The generation that a folder's name stands for."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.fs as pafs
 from numpy.typing import NDArray
 
 from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import in_chain_order, without_superseded
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
+from torchrec_ext.delta.places import Place, PlacedFile, open_place
 from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Replay
 from torchrec_ext.errors import DeltaLogError
-from torchrec_ext.files import file_crc32
 
 
 class DeltaLog:
@@ -29,8 +28,12 @@ class DeltaLog:
     Args:
         directory: the ``output_dir`` of the dumper.
 
+    Attributes:
+        place: where it lies.
+
     Raises:
-        DeltaLogError: there is no such directory.
+        ValueError: it is a URI of something else.
+        DeltaLogError: there is no such directory, or it was not reached.
 
     Example::
 
@@ -40,10 +43,14 @@ class DeltaLog:
         vectors = log.replay()["mc.t0"].lookup([17, 42])
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise DeltaLogError(f"{self.directory}: no such directory")
+    def __init__(self, directory: str | os.PathLike[str] | pafs.FileSystem | Place) -> None:
+        try:
+            self.place = open_place(directory)
+            found = self.place.exists()
+        except OSError as error:
+            raise DeltaLogError(str(error)) from error
+        if not found:
+            raise DeltaLogError(f"{self.place}: no such directory")
         self._verified: set[tuple[DumpId, str]] = set()
 
     def dumps(self, *, superseded: bool = False) -> list[Manifest]:
@@ -51,26 +58,75 @@ class DeltaLog:
 
         Args:
             superseded: also those that a run which went back to an earlier step has made void. In this
-                form the list only ever grows, at its end.
+                form the list only ever grows, at its end; but see ``chain_and_strays``.
 
         Raises:
             DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; the
                 message names the dump.
         """
-        manifests = {}
-        for entry in sorted(self.directory.iterdir()):
-            if DumpId.from_directory(entry.name) is None:
-                continue
-            try:
-                data = _no_symlink(entry / MANIFEST_NAME).read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise DeltaLogError(f"{entry.name}: {MANIFEST_NAME} cannot be read: {error}") from error
-            manifest = Manifest.from_json(data, entry.name)
-            manifests[manifest.dump] = manifest
-        chain = in_chain_order(manifests)
+        chain, _ = self.chain_and_strays()
         return chain if superseded else without_superseded(chain)
+
+    def chain_and_strays(self) -> tuple[list[Manifest], list[Manifest]]:
+        """The committed dumps, superseded ones too, and those beside them that count as nothing.
+
+        On a file system that renames atomically there are none of these. Elsewhere a run that was fenced off
+        may have committed one late. It may have been the last dump for a while, until a newer run passed it
+        by: who has taken it in has to put right the keys that it holds.
+
+        Raises:
+            DeltaLogError: as ``dumps``.
+        """
+        manifests = {manifest.dump: manifest for manifest in self._manifests()}
+        chain = in_chain_order(manifests)
+        counts = {manifest.dump for manifest in chain}
+        return chain, [manifest for dump, manifest in sorted(manifests.items()) if dump not in counts]
+
+    def _manifests(self) -> list[Manifest]:
+        def read(name: str) -> Manifest | None:
+            try:
+                data = self.place.read(name, MANIFEST_NAME)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
+            return Manifest.from_json(data, name)
+
+        try:
+            names = [name for name in self.place.entries() if DumpId.from_directory(name)]
+        except OSError as error:
+            raise DeltaLogError(str(error)) from error
+        return [manifest for manifest in self.place.each(read, names) if manifest is not None]
+
+    def committed(self, known: Collection[str] = ()) -> frozenset[str]:
+        """The names of committed dumps' directories: cheap to look at, unlike their manifests.
+
+        Args:
+            known: names of dumps that are known to be committed.
+
+        Raises:
+            DeltaLogError: it cannot be read.
+        """
+        try:
+            names = [name for name in self.place.entries() if DumpId.from_directory(name)]
+            new = [name for name in names if name not in known]
+            there = self.place.each(lambda name: self.place.has(name, MANIFEST_NAME), new)
+        except OSError as error:
+            raise DeltaLogError(f"{self.place} cannot be read: {error}") from error
+        gone = {name for name, is_there in zip(new, there, strict=True) if not is_there}
+        return frozenset(names) - gone
+
+    def remove(self, dump: DumpId) -> None:
+        """Removes a dump, or what is left of one that was not committed.
+
+        Its manifest goes first, so that nobody finds a dump without its files. Whether anybody may need it,
+        or another dump follows it, is the caller's to know.
+
+        Raises:
+            OSError: its manifest cannot be removed.
+        """
+        self.place.remove(dump.directory, MANIFEST_NAME)
+        self.place.remove_folder(dump.directory)
 
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
@@ -140,10 +196,9 @@ class DeltaLog:
         """
         replay = Replay(keep)
         for dump in dumps:
-            for part in dump.parts:
-                replay.add_part(dump, self.checked_path(dump, part, fmt.PART_SCHEMA))
-            for fallback in dump.fallbacks:
-                self.checked_path(dump, fallback, fmt.FALLBACK_SCHEMA)
+            for file in self.checked_files(dump, dump.parts, fmt.PART_SCHEMA):
+                replay.add_part(dump, file)
+            self.checked_files(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
         return replay
 
     def _upto(self, upto: int | None) -> list[Manifest]:
@@ -151,7 +206,7 @@ class DeltaLog:
         last = max((i for i, d in enumerate(dumps) if upto is None or d.step <= upto), default=None)
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
-            raise DeltaLogError(f"{self.directory}: no committed dump{wanted}")
+            raise DeltaLogError(f"{self.place}: no committed dump{wanted}")
         return dumps[: last + 1]
 
     def rows_of(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
@@ -161,8 +216,8 @@ class DeltaLog:
             DeltaLogError: a file is missing or damaged.
         """
         tables = []
-        for entry in files:
-            with pq.ParquetFile(self.checked_path(dump, entry, schema)) as file:
+        for entry in self.checked_files(dump, files, schema):
+            with entry.open() as file:
                 tables.append(file.read())
         return pa.concat_tables(tables)
 
@@ -171,38 +226,27 @@ class DeltaLog:
             if dump.step == step and generation in (None, dump.generation):
                 return dump
         which = "" if generation is None else f" of generation {generation}"
-        raise DeltaLogError(f"{self.directory}: no committed dump of step {step}{which}")
+        raise DeltaLogError(f"{self.place}: no committed dump of step {step}{which}")
 
-    def checked_path(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> Path:
-        """The path of a dump's file, after a check that the file is what the manifest says.
+    def checked_files(
+        self, dump: Manifest, files: Sequence[FileEntry], schema: pa.Schema
+    ) -> list[PlacedFile]:
+        """A dump's files, after a check that they are what the manifest says.
 
         Raises:
-            DeltaLogError: it is not, or is missing.
+            DeltaLogError: one is not, or is missing.
         """
-        where = f"{dump.dump.directory}: {entry.name}"
-        path = _no_symlink(self.directory / dump.dump.directory / entry.name)
-        try:
-            if (dump.dump, entry.name) not in self._verified:
-                if (size := path.stat().st_size) != entry.nbytes:
-                    raise DeltaLogError(f"{where} has {size} bytes, the manifest says {entry.nbytes}")
-                if file_crc32(path) != entry.crc32:
-                    raise DeltaLogError(f"{where} is damaged: its checksum is not the manifest's")
-                self._verified.add((dump.dump, entry.name))
-            with pq.ParquetFile(path) as file:
-                num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
-        except FileNotFoundError as error:
-            raise DeltaLogError(f"{where} is missing") from error
-        except (pa.ArrowException, OSError) as error:
-            raise DeltaLogError(f"{where} cannot be read: {error}") from error
+        return self.place.each(lambda entry: self._checked(dump, entry, schema), files)
+
+    def _checked(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> PlacedFile:
+        placed = PlacedFile(self.place, dump.dump.directory, entry.name)
+        if (dump.dump, entry.name) not in self._verified:
+            placed.check(entry.nbytes, entry.crc32)
+        with placed.open() as file:
+            num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
         if num_rows != entry.rows:
-            raise DeltaLogError(f"{where} holds {num_rows} rows, the manifest says {entry.rows}")
+            raise DeltaLogError(f"{placed} holds {num_rows} rows, the manifest says {entry.rows}")
         if missing := set(schema.names) - columns:
-            raise DeltaLogError(f"{where} lacks the columns {sorted(missing)}")
-        return path
-
-
-def _no_symlink(path: Path) -> Path:
-    for step in (path.parent, path):
-        if step.is_symlink():
-            raise DeltaLogError(f"{step}: a symbolic link; a dump's files lie in its own directory")
-    return path
+            raise DeltaLogError(f"{placed} lacks the columns {sorted(missing)}")
+        self._verified.add((dump.dump, entry.name))
+        return placed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import numpy as np
+import pyarrow.fs as pafs
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
@@ -18,6 +19,8 @@ from torchrec_ext.delta.chain import without_superseded
 from torchrec_ext.delta.generations import FOLDER, Generation, claim, remove_uncommitted
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest, TableInfo
+from torchrec_ext.delta.marked import mark
+from torchrec_ext.delta.places import LocalPlace, Place, open_place
 from torchrec_ext.delta.replay import KeyFilter
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaLogError, UnsupportedTableError
@@ -116,7 +119,7 @@ class OpenedLog:
     held: dict[str, NDArray[np.int64]]
 
 
-def open_log(directory: Path, group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]) -> OpenedLog:
+def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]) -> OpenedLog:
     """Opens the directory for a new run, on all ranks together; fences an older run off that still lives.
 
     What can be wrong is found before the older run loses its right to commit.
@@ -126,24 +129,52 @@ def open_log(directory: Path, group: dist.ProcessGroup | None, tables: Sequence[
         DeltaLogError: it holds a broken log, or one of other tables.
     """
     rank = dist.get_rank(group) if group is not None else 0
-    on_every_rank(group, lambda: prepare_directory(directory, rank))
-    log = on_every_rank(group, lambda: shared_log(directory))
+    on_every_rank(group, lambda: prepare_directory(place, rank))
+    log = on_every_rank(group, lambda: shared_log(place))
     seen = on_every_rank(group, lambda: read_log(log, tables))
     held = on_every_rank(group, lambda: held_keys(log, seen, tables))
-    mine = on_every_rank(group, lambda: take_over(directory) if rank == 0 else None)
-    generation = gather(group, mine)[0]
-    assert generation is not None
+    mine = on_every_rank(group, lambda: take_over(place, seen) if rank == 0 else None)
+    # Not all of it: each rank reaches the place by its own means.
+    claimed = gather(group, None if mine is None else (type(mine), mine.number, mine.run_id))[0]
+    assert claimed is not None
+    kind, number, run_id = claimed
+    generation: Generation = kind(place, number, run_id)
     dumps = on_every_rank(group, lambda: read_log(log, tables))
+    end = gather(group, dumps[-1].dump if dumps else None)[0]
+    # On an object store the older run may commit even now. Rank 0 decides what the others take in.
+    dumps = on_every_rank(group, lambda: up_to(end, dumps, lambda: read_log(log, tables)))
     ends = gather(group, dumps[-1].dump if dumps else None)
     if len(set(ends)) > 1:
         generation.check()  # a newer run has begun to write already
-        raise DeltaLogError(f"ranks see different logs in {directory}, which end with {ends}")
+        raise DeltaLogError(f"ranks see different logs in {place}, which end with {ends}")
     # The older run may have been quick: it committed once more, and ranks may have seen it or not.
     held = on_every_rank(group, lambda: held if dumps == seen else held_keys(log, dumps, tables))
     return OpenedLog(generation, log, dumps, held)
 
 
-def prepare_directory(directory: Path, rank: int) -> None:
+def up_to(end: DumpId | None, dumps: list[Manifest], again: Callable[[], list[Manifest]]) -> list[Manifest]:
+    """The dumps up to one of them, read again if it was not there yet; if it is not even then, all."""
+    for attempt in (lambda: dumps, again):
+        seen = attempt()
+        places = [place for place, dump in enumerate(seen, 1) if dump.dump == end]
+        if places or end is None:
+            return seen[: places[0]] if places else []
+    return seen
+
+
+def place_for(output_dir: str | os.PathLike[str] | pafs.FileSystem) -> Place:
+    """Where to dump.
+
+    Raises:
+        ValueError: it is no place, or was not reached.
+    """
+    try:
+        return open_place(output_dir)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"output_dir {error}") from error
+
+
+def prepare_directory(place: Place, rank: int) -> None:
     """On rank 0: makes the directory.
 
     Raises:
@@ -151,36 +182,39 @@ def prepare_directory(directory: Path, rank: int) -> None:
     """
     if rank != 0:
         return
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"output_dir {directory} is not a directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    strangers = [
-        entry.name
-        for entry in sorted(directory.iterdir())
-        if DumpId.from_directory(entry.name) is None and entry.name != FOLDER
-    ]
+    try:
+        place.make()
+    except FileExistsError as error:
+        raise ValueError(f"output_dir {place} is not a directory") from error
+    strangers = [name for name in place.entries() if DumpId.from_directory(name) is None and name != FOLDER]
     if strangers:
         raise ValueError(
-            f"output_dir {directory} holds something else than dumps "
+            f"output_dir {place} holds something else than dumps "
             f"({', '.join(strangers[:3])}); use a directory of its own"
         )
 
 
-def shared_log(directory: Path) -> DeltaLog:
+def shared_log(place: Place) -> DeltaLog:
     """The log in a directory.
 
     Raises:
         ValueError: this rank does not see the directory.
     """
-    if not directory.is_dir():
-        raise ValueError(f"output_dir {directory} is not there; it must be shared by all ranks")
-    return DeltaLog(directory)
+    if not place.exists():
+        raise ValueError(f"output_dir {place} is not there; it must be shared by all ranks")
+    return DeltaLog(place)
 
 
-def take_over(directory: Path) -> Generation:
-    """Begins a generation, and clears what runs that died, or were fenced off, left half-written."""
-    generation = claim(directory)
-    remove_uncommitted(generation)
+def take_over(place: Place, seen: Sequence[Manifest]) -> Generation:
+    """Begins a generation, and clears what runs that died, or were fenced off, left half-written.
+
+    Args:
+        place: of the log.
+        seen: the dumps that were committed a moment ago.
+    """
+    generation = claim(place) if isinstance(place, LocalPlace) else mark(place)
+    newest = seen[-1].generation if seen else -1
+    remove_uncommitted(generation, newest, {manifest.dump.directory for manifest in seen})
     return generation
 
 
@@ -196,7 +230,7 @@ def read_log(log: DeltaLog, tables: Sequence[TrackedTable]) -> list[Manifest]:
         before, now = known.get(table.fqn), describe(table)
         if before and (before.dim, before.key_space) != (now.dim, now.key_space):
             raise DeltaLogError(
-                f"{table.fqn} has {before.key_space} keys and dimension {before.dim} in {log.directory}, "
+                f"{table.fqn} has {before.key_space} keys and dimension {before.dim} in {log.place}, "
                 f"{now.key_space} keys and dimension {now.dim} in the model; use another directory"
             )
     return dumps

@@ -42,12 +42,17 @@ class PlainFollower:
         self._flags: torch.Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are, and the flags with them, also of parts of which nothing is here."""
+        found = (weight.device for weights in self._weights.values() for weight in weights)
+        return next(found, torch.device("cpu"))
+
+    @property
     def flags(self) -> torch.Tensor:
         """The flags of all parts; their room is taken when they are used first."""
         if self._flags is None or len(self._flags) < self._num_flags:
-            device = next((rows.device for rows in self._parts if rows.part.local), torch.device("cpu"))
             make = torch.ones if self._all_changed else torch.zeros
-            self._flags = make(self._num_flags, dtype=torch.bool, device=device)
+            self._flags = make(self._num_flags, dtype=torch.bool, device=self.device)
         return self._flags
 
     def rows_of(self, table: PlainTable) -> list[tuple[TablePart, PartRows]]:
@@ -69,7 +74,7 @@ class PlainFollower:
     def live(self, part: TablePart) -> tuple[torch.Tensor, ...]:
         """A part's weights as they are now, ``[num_rows, columns]`` side by side."""
         if not part.local:
-            return (torch.empty(0, part.dim, dtype=part.dtype),)
+            return (torch.empty(0, part.dim, dtype=part.dtype, device=self.device),)
         return tuple(self._weights[local.holder][local.index][local.rows] for local in part.local)
 
     def gradient_arrived(self, kernel: BaseEmbedding, rows: torch.Tensor, counts: torch.Tensor) -> None:
@@ -168,7 +173,7 @@ class PartRows:
     @property
     def device(self) -> torch.device:
         """See ``RowSource``."""
-        return self.weights()[0].device
+        return self._follower.device
 
     @property
     def _flags(self) -> torch.Tensor:

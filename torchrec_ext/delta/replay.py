@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, fin
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
+from torchrec_ext.delta.places import PlacedFile
 from torchrec_ext.errors import DeltaLogError
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
@@ -94,9 +94,8 @@ class _Group:
         vectors: which of the group's vectors is theirs, as far as they have one; None: to be counted.
     """
 
-    path: Path
+    file: PlacedFile
     index: int
-    where: str
     keys: NDArray[np.int64]
     upsert: NDArray[np.bool_]
     vectors: NDArray[np.int32] | None = None
@@ -126,27 +125,26 @@ class Replay:
         self._keep = keep
         self._tables: dict[str, _TableHistory] = {}
 
-    def add_part(self, dump: Manifest, path: Path) -> None:
+    def add_part(self, dump: Manifest, part: PlacedFile) -> None:
         """Takes in one rank's part of the next dump. Leaves no file open: a log may have thousands."""
         self._add_tables(dump)
-        where = f"{dump.dump.directory}: {path.name}"
         try:
-            with pq.ParquetFile(path, memory_map=True) as file:
-                self._add_groups(where, path, file)
+            with part.open() as file:
+                self._add_groups(part, file)
         except ValueError as error:
-            raise DeltaLogError(f"{where}: {error}") from error
+            raise DeltaLogError(f"{part}: {error}") from error
 
-    def _add_groups(self, where: str, path: Path, file: pq.ParquetFile) -> None:
+    def _add_groups(self, part: PlacedFile, file: pq.ParquetFile) -> None:
         for index, fqn in fmt.row_groups(file):
             if fqn not in self._tables:
-                raise DeltaLogError(f"{where}: rows of {fqn}, which its manifest does not list")
+                raise DeltaLogError(f"{part}: rows of {fqn}, which its manifest does not list")
             columns = file.read_row_group(index, columns=["key_id", "op"])
             upsert = pc.equal(columns["op"], fmt.UPSERT).to_numpy()
             keys = columns["key_id"].to_numpy()
-            group = _Group(path, index, where, keys, upsert)
+            group = _Group(part, index, keys, upsert)
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))
-                group = _Group(path, index, where, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
+                group = _Group(part, index, keys[kept], upsert[kept], _nth_vector(upsert)[kept])
             self._tables[fqn].groups.append(group)
 
     def states(
@@ -179,6 +177,11 @@ class Replay:
     def keys_of(self, fqn: str) -> NDArray[np.int64]:
         """The ids of a table that own a row after the last dump taken in, sorted."""
         return _latest_upserts(self._history(fqn))[0]
+
+    def by_age(self, fqn: str) -> NDArray[np.int64]:
+        """The same, those first whose vectors were dumped first."""
+        keys, winners = _latest_upserts(self._history(fqn))
+        return keys[np.argsort(winners)]
 
     def said_of(self, fqn: str) -> NDArray[np.int64]:
         """The ids of a table that the dumps say anything of, sorted."""
@@ -246,8 +249,8 @@ def _vectors_at(
     by_position = np.argsort(winners)
     positions = winners[by_position]
     start = 0
-    for path, groups in itertools.groupby(history.groups, key=lambda group: group.path):
-        with pq.ParquetFile(path, memory_map=True) as file:
+    for part, groups in itertools.groupby(history.groups, key=lambda group: group.file):
+        with part.open() as file:
             for group in groups:
                 stop = start + len(group.keys)
                 low, high = np.searchsorted(positions, (start, stop))
@@ -256,7 +259,7 @@ def _vectors_at(
                     try:
                         found = fmt.vectors_of(column.chunks, history.info.dim)
                     except ValueError as error:
-                        raise DeltaLogError(f"{group.where}: {error}") from error
+                        raise DeltaLogError(f"{part}: {error}") from error
                     yield by_position[low:high], found[group.vectors_of(positions[low:high] - start)]
                 start = stop
 

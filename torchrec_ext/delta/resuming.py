@@ -6,7 +6,6 @@ import logging
 import zlib
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch.distributed as dist
 
 from torchrec_ext.delta.chain import without_superseded
@@ -14,7 +13,7 @@ from torchrec_ext.delta.cut import NO_KEYS
 from torchrec_ext.delta.following import Followers
 from torchrec_ext.delta.keys import Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
-from torchrec_ext.delta.opening import OpenedLog, own_keys
+from torchrec_ext.delta.opening import OpenedLog, describe, own_keys
 from torchrec_ext.delta.position import Branch, LogPosition, branch_at
 from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.standing import Standing
@@ -23,6 +22,8 @@ from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.ranks import gather, on_every_rank
 
 logger = logging.getLogger(__name__)
+
+_LOOK = 4096  # vectors of a table that are compared although the log's word is taken for them
 
 
 class Restart:
@@ -61,15 +62,15 @@ class Restart:
             marked: whether rows of this rank were written since by other means.
 
         Raises:
-            ValueError: the position that was saved is that of a later step.
+            ValueError: the position that was saved is that of a later step, or ranks name different steps.
             CorruptTableError: a table of this rank contradicts itself.
             DeltaLogError: the log is damaged.
         """
-        dumps = without_superseded(self._opened.dumps)
-        branch = branch_at(dumps, step, self._agreed_position(group, marked))
+        saved, marked = self._agree(step, group, marked)
+        branch = branch_at(without_superseded(self._opened.dumps), step, saved)
         try:
             on_every_rank(group, self._followers.pause)
-            standings = on_every_rank(group, lambda: self._standings(branch))
+            standings = on_every_rank(group, lambda: self._standings(branch, trusted=not marked))
         finally:
             self._followers.resume()
         for fqn, (standing, held) in standings.items():
@@ -84,7 +85,7 @@ class Restart:
         logger.info(
             "%s resumes at step %d, after %s, by %s; %d later dumps are superseded, %d rows of this rank "
             "are not in the log as they are",
-            self._opened.log.directory,
+            self._opened.log.place,
             step,
             branch.kept[-1].dump.directory if branch.kept else "nothing",
             "the vectors in the log" if branch.saved is None else "the state in the checkpoint",
@@ -93,23 +94,27 @@ class Restart:
         )
         return branch
 
-    def _agreed_position(self, group: dist.ProcessGroup | None, marked: bool) -> LogPosition | None:
-        """The position that was saved, if all ranks have the same and nothing happened since."""
+    def _agree(
+        self, step: int, group: dist.ProcessGroup | None, marked: bool
+    ) -> tuple[LogPosition | None, bool]:
+        """The position that was saved, if all ranks know the same; and whether any has marked rows since."""
         crc = None if self.saved is None else zlib.crc32(self.saved.to_bytes())
-        everyones = gather(group, (crc, marked))
-        if any(marked for _, marked in everyones):
-            return None
-        if len(set(everyones)) > 1:
+        steps, crcs, marks = zip(*gather(group, (step, crc, marked)), strict=True)
+        if len(set(steps)) > 1:
+            raise ValueError(f"ranks resume at different steps: {list(steps)}; pass the checkpoint's on all")
+        if any(marks):
+            return None, True
+        if len(set(crcs)) > 1:
             logger.warning("not all ranks have loaded the same state of the dumper: comparing with the log")
-            return None
-        return self.saved
+            return None, False
+        return self.saved, False
 
-    def _standings(self, branch: Branch) -> dict[str, tuple[Standing, Keys]]:
+    def _standings(self, branch: Branch, *, trusted: bool) -> dict[str, tuple[Standing, Keys]]:
         if self._opened.dumps:
             comparison = Comparison(self._opened.log, branch, self._trackers)
             return {fqn: comparison.of(tracker) for fqn, tracker in self._trackers.items()}
         standings = {fqn: tracker.stand() for fqn, tracker in self._trackers.items()}
-        if self._partial:
+        if self._partial and trusted:
             for standing in standings.values():
                 standing.trust()
         return {fqn: (standing, NO_KEYS) for fqn, standing in standings.items()}
@@ -137,7 +142,6 @@ class Comparison:
         self._keep = keep
         self._kept = log.history(branch.kept, keep)
         self._since = log.history(branch.since, keep)
-        self._newest = log.history(branch.kept[-1:], keep)
         self._ahead = log.history(branch.ahead, keep)
 
     def of(self, tracker: Tracker) -> tuple[Standing, Keys]:
@@ -155,7 +159,7 @@ class Comparison:
     def _by_position(self, tracker: Tracker) -> Standing | None:
         fqn = tracker.table.fqn
         saved = self._branch.saved
-        if saved is None or fqn not in saved.unsaid:
+        if saved is None or fqn not in saved.unsaid or self._has_changed(tracker.table):
             return None
         standing = tracker.stand()
         standing.trust()
@@ -172,13 +176,18 @@ class Comparison:
             return None
         return standing
 
+    def _has_changed(self, table: TrackedTable) -> bool:
+        """Whether the table has other rows, or another dtype, than at the checkpoint's position."""
+        dump = self._branch.kept[-1 - len(self._branch.since)]
+        before, now = dump.tables.get(table.fqn), describe(table)
+        return before is None or (before.num_embeddings, before.dtype) != (now.num_embeddings, now.dtype)
+
     def _is_another_model(self, standing: Standing, table: TrackedTable, doubtful: Keys) -> bool:
-        """Looks at some vectors, which tell a mix-up of checkpoints or logs."""
-        for keys, vectors in self._newest.latest(table.fqn):
-            trusted = ~np.isin(keys, doubtful) & table.keeps(keys)
-            same, different = standing.confirm(keys[trusted], vectors[trusted])
-            return different > 0 or (same == 0 and bool(trusted.any()))
-        return False
+        """Looks at the vectors dumped last, which tell a mix-up of checkpoints, or another model."""
+        keys = difference(self._kept.by_age(table.fqn), doubtful)
+        keys = keys[table.keeps(keys)][-_LOOK:]
+        counts = [standing.confirm(*found) for found in self._kept.latest(table.fqn, keys)]
+        return any(different for _, different in counts) or (bool(counts) and not any(s for s, _ in counts))
 
     def _by_vectors(self, tracker: Tracker) -> Standing:
         standing = tracker.stand()

@@ -46,21 +46,27 @@ class DumpWriter:
     def submit(self, cut: Cut) -> None:
         """Queues a cut; waits while ``max_pending`` are pending, and says so in the log."""
         with self._changed:
-            if len(self._pending) >= self._max_pending:
-                logger.warning(
-                    "training waits: %d dumps are not written yet (max_pending=%d), "
-                    "dumps take longer to write than the interval between them",
-                    len(self._pending),
-                    self._max_pending,
-                )
-                self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
-            if self._gave_up is not None:
-                raise DeltaDumpError("the writer's thread has ended") from self._gave_up
-            self._pending.append(cut)
-            cut.submitted = True
-            if not cut.streamed:
-                cut.resumed = time.perf_counter()
-            self._changed.notify_all()
+            try:
+                if len(self._pending) >= self._max_pending:
+                    logger.warning(
+                        "training waits: %d dumps are not written yet (max_pending=%d), "
+                        "dumps take longer to write than the interval between them",
+                        len(self._pending),
+                        self._max_pending,
+                    )
+                    self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
+            finally:
+                # Also if a Ctrl-C ends the waiting: the other ranks wait for this one's dump.
+                self._append(cut)
+
+    def _append(self, cut: Cut) -> None:
+        if self._gave_up is not None:
+            raise DeltaDumpError("the writer's thread has ended") from self._gave_up
+        self._pending.append(cut)
+        cut.submitted = True
+        if not cut.streamed:
+            cut.resumed = time.perf_counter()
+        self._changed.notify_all()
 
     def wait_until_written(self) -> None:
         """Waits until nothing is pending."""

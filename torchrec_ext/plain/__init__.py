@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from torchrec_ext._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from torchrec_ext.plain.discovery import PlainTable, TablePart, find_plain_tables
+    from torchrec_ext.plain.discovery import find_plain_tables
     from torchrec_ext.plain.lookups import LookupWatch
+    from torchrec_ext.plain.tables import PlainTable, TablePart
 
 __all__ = ["LookupWatch", "PlainTable", "TablePart", "find_plain_tables"]
 
@@ -17,8 +18,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above
         __name__,
         {
             "LookupWatch": "torchrec_ext.plain.lookups",
-            "PlainTable": "torchrec_ext.plain.discovery",
-            "TablePart": "torchrec_ext.plain.discovery",
+            "PlainTable": "torchrec_ext.plain.tables",
+            "TablePart": "torchrec_ext.plain.tables",
             "find_plain_tables": "torchrec_ext.plain.discovery",
         },
     )

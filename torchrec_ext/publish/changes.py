@@ -39,12 +39,14 @@ class Change:
         on_delete: OnDelete = "delete",
         *,
         replaces: bool = False,
+        strays: Sequence[Manifest] = (),
+        before: Sequence[Manifest] = (),
     ) -> None:
         self.base = base
         self.position = position_of(dumps[-1])
         self.replaces = replaces
         self.on_delete: OnDelete = on_delete
-        self._scan = Scan(log, dumps)
+        self._scan = Scan(log, dumps, strays, before)
         self.tables: Mapping[str, ServedTable] = {
             fqn: ServedTable.of(*told) for fqn, told in self._scan.fallbacks().items()
         }

@@ -7,10 +7,11 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
     from torchrec_ext.publish.publisher import Published
@@ -23,7 +24,7 @@ class _Unavailable(click.ClickException):
 
 
 @click.command("publish")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR")
 @click.argument("url")
 @click.option("--follow", is_flag=True, help="Go on with new dumps until SIGTERM or Ctrl-C.")
 @click.option(
@@ -46,7 +47,7 @@ class _Unavailable(click.ClickException):
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per change, on standard output.")
 def publish_command(
-    directory: Path,
+    directory: str,
     url: str,
     follow: bool,
     on_delete: Any,
@@ -56,6 +57,8 @@ def publish_command(
     as_json: bool,
 ) -> None:
     """Publishes the dumps in DIR to the sink at URL, from where it stands.
+
+    DIR is a path or a URI of a file system that PyArrow knows: s3://, gs://, hdfs://, abfs://, file://.
 
     \b
     URL is one of
@@ -106,7 +109,11 @@ def publish_command(
             on_published=told,
         )
     if not as_json:
-        click.echo(f"it holds {position}" if position is not None else f"{directory} holds no dump yet")
+        click.echo(
+            f"it holds {position}"
+            if position is not None
+            else f"{without_credentials(directory)} holds no dump yet"
+        )
 
 
 @click.command("lookup", context_settings={"ignore_unknown_options": True})

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from types import TracebackType
 
 import numpy as np
+import pyarrow.fs as pafs
 from numpy.typing import ArrayLike, NDArray
 
 from torchrec_ext.answers import HashFunction, as_keys, hashed
+from torchrec_ext.delta.places import SCHEMES
 from torchrec_ext.publish.served import Position, ServedTable
 from torchrec_ext.publish.sink import Sink, open_sink
 
@@ -20,8 +22,8 @@ class EmbeddingClient:
     Safe to use from several threads where the sink's own client is, as that of Redis.
 
     Args:
-        url: a sink's URL (``redis://``, ``rediss://``, ``unix://``, ``feast://``), or a dump directory, which
-            is read into memory; ``refresh`` then takes in later dumps.
+        url: a sink's URL (``redis://``, ``rediss://``, ``unix://``, ``feast://``), or a dump directory by its
+            path or URI, which is read into memory; ``refresh`` then takes in later dumps.
         hash_fns: for tables with an ``input_hash_func``, that function by table FQN, as for
             ``DeltaLog.replay``: ``lookup`` then takes raw ids (and imports torch, as the function needs it).
 
@@ -38,7 +40,7 @@ class EmbeddingClient:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | pafs.FileSystem,
         *,
         hash_fns: Mapping[str, HashFunction] | None = None,
     ) -> None:
@@ -99,9 +101,9 @@ class EmbeddingClient:
         self.close()
 
 
-def _open(url: str | os.PathLike[str]) -> Sink:
-    if isinstance(url, str) and "://" in url and not url.startswith("file://"):
+def _open(url: str | os.PathLike[str] | pafs.FileSystem) -> Sink:
+    if isinstance(url, str) and "://" in url and url.partition("://")[0] not in SCHEMES:
         return open_sink(url)
     from torchrec_ext.publish.directory import DirectoryReader
 
-    return DirectoryReader(os.fspath(url).removeprefix("file://"))
+    return DirectoryReader(url)

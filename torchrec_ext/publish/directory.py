@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import pyarrow.fs as pafs
+
 from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.places import Place
 from torchrec_ext.errors import PublishError
 from torchrec_ext.publish.changes import position_of
 from torchrec_ext.publish.loaded import LoadedSink, LoadedTable
@@ -18,11 +21,11 @@ if TYPE_CHECKING:
 class DirectoryReader(LoadedSink):
     """A dump directory, replayed into memory."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | pafs.FileSystem | Place) -> None:
         self._log = DeltaLog(directory)
 
     def __str__(self) -> str:
-        return str(self._log.directory)
+        return str(self._log.place)
 
     def position(self) -> Position | None:
         """The last committed dump."""

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
-from torchrec_ext.delta.chain import without_superseded
+import pyarrow.fs as pafs
+
+from torchrec_ext.delta.chain import branch_of, without_superseded
 from torchrec_ext.delta.log import DeltaLog
-from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
+from torchrec_ext.delta.manifest import Manifest
+from torchrec_ext.delta.places import Place
 from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError
 from torchrec_ext.publish.changes import Change, OnDelete, position_of
 from torchrec_ext.publish.served import Position
@@ -48,7 +50,7 @@ class Published:
 
 
 def publish(
-    log: DeltaLog | str | os.PathLike[str],
+    log: DeltaLog | str | os.PathLike[str] | pafs.FileSystem | Place,
     sink: Sink | str,
     *,
     follow: bool = False,
@@ -63,10 +65,12 @@ def publish(
 
     It goes on where the sink stands, whoever published there before. Dumps that a trainer's restart made
     void are left out; a sink that holds one goes on with the dump that made it void, which says anew what
-    it said of any key. A process that is killed on the way leaves a sink that the next one completes.
+    it said of any key. One that holds a dump which a fenced run committed too late, on an object store, is
+    told what the log says of the keys in it. A process that is killed on the way leaves a sink that the next
+    one completes.
 
     Args:
-        log: a dump directory.
+        log: a dump directory: a path, a URI, or a log of one.
         sink: a sink or its URL.
         follow: go on with new dumps as they are committed, until ``stop`` is set.
         on_delete: ``delete``: a deleted key's row goes. ``tombstone``: a mark takes its place.
@@ -144,19 +148,20 @@ class _Publisher:
 
     def _publish_next(self) -> tuple[Position | None, bool]:
         """Makes the next change; returns where the sink stands now, and whether there may be more to do."""
-        committed = self._listed()
+        committed = self._log.committed(self._committed or ())
         # Asked each time: another publisher may have been here, or the sink may have lost its memory.
         base = self._sink.position()
         if committed == self._committed and base == self._position:
             return base, False
-        dumps = self._log.dumps(superseded=True)
-        pending = _pending(dumps, None if self._restart else base, self._sink)
+        dumps, beside = self._log.chain_and_strays()
+        start, strays = (0, []) if self._restart else _standing(dumps, beside, base, self._sink)
+        pending = without_superseded(dumps[start:])  # a dump is made void by later ones only
         if not pending:
             self._committed, self._position = committed, base
             return base, False
         replaces = self._restart
         if self._sink.takes == "everything":
-            replaces, pending = True, _pending(dumps, None, self._sink)
+            replaces, strays, pending = True, [], without_superseded(dumps)
         elif replaces:
             pending = _of_the_same_tables(pending)
         elif self._sink.takes == "each":
@@ -164,25 +169,15 @@ class _Publisher:
         else:
             pending = _of_the_same_tables(_not_too_many(pending))
         began = time.monotonic()
-        change = Change(self._log, pending, base, self._on_delete, replaces=replaces)
+        counts = without_superseded(dumps)
+        before = [dump for dump in counts if dump.dump < pending[0].dump] if strays else []
+        change = Change(
+            self._log, pending, base, self._on_delete, replaces=replaces, strays=strays, before=before
+        )
         self._sink.apply(change)
         self._restart = False
         self._told(change, pending, time.monotonic() - began)
         return change.position, True
-
-    def _listed(self) -> frozenset[str]:
-        """The names of committed dumps: cheap to look at, unlike their manifests."""
-        root = Path(self._log.directory)
-        seen = self._committed or frozenset()
-        try:
-            names = os.listdir(root)
-        except OSError as error:
-            raise DeltaLogError(f"{root} cannot be read: {error}") from error
-        return frozenset(
-            name
-            for name in names
-            if DumpId.from_directory(name) and (name in seen or (root / name / MANIFEST_NAME).exists())
-        )
 
     def _told(self, change: Change, dumps: list[Manifest], seconds: float) -> None:
         rows = sum(dump.rows for dump in dumps)
@@ -203,22 +198,28 @@ class _Publisher:
             self._on_published(done)
 
 
-def _pending(dumps: list[Manifest], position: Position | None, sink: Sink) -> list[Manifest]:
-    """The dumps that a sink lacks, oldest first, without those that a later one made void.
+def _standing(
+    dumps: list[Manifest], beside: list[Manifest], position: Position | None, sink: Sink
+) -> tuple[int, list[Manifest]]:
+    """How many of a log's dumps a sink has taken in, and which of those beside them.
 
-    If the sink's own last dump is void, the first of them is the one that made it so, or a later one that
-    made that one void in turn: it speaks of every key of those it replaced.
+    If its own last dump is void, the first one after it that is not made it so, or made void what did: it
+    speaks of every key of those it replaced. Of the keys of dumps beside the log no dump need speak.
     """
-    start = 0
-    if position is not None:
-        start = next((n for n, dump in enumerate(dumps, 1) if position_of(dump) == position), 0)
-        if not start:
-            raise PublishError(
-                f"{sink} holds {position}, which is not in this log: it was published from another log, or "
-                "its dump was removed. Publish this log to another place, or publish it with restart=True "
-                "(torchrec-ext publish --restart): that writes everything anew and takes away the rest"
-            )
-    return without_superseded(dumps[start:])  # a dump is made void by later ones only
+    if position is None:
+        return 0, []
+    for number, dump in enumerate(dumps, 1):
+        if position_of(dump) == position:
+            return number, []
+    for dump in beside:
+        if position_of(dump) == position:
+            strays, start = branch_of(dump, dumps, beside)
+            return start, strays
+    raise PublishError(
+        f"{sink} holds {position}, which is not in this log: it was published from another log, or "
+        "its dump was removed. Publish this log to another place, or publish it with restart=True "
+        "(torchrec-ext publish --restart): that writes everything anew and takes away the rest"
+    )
 
 
 def _not_too_many(pending: list[Manifest]) -> list[Manifest]:

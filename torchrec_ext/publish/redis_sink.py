@@ -21,7 +21,8 @@ from torchrec_ext.publish.redis_layout import (
 )
 from torchrec_ext.publish.redis_wire import Wire, Writer, connect, fenced_off, speaking, split_prefix
 from torchrec_ext.publish.served import UNFINISHED, Position, ServedTable
-from torchrec_ext.publish.sink import Sink, without_credentials
+from torchrec_ext.publish.sink import Sink
+from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
     from torchrec_ext.publish.changes import Change

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torchrec_ext.errors import PublishError, SinkUnavailableError
 from torchrec_ext.publish import redis_layout as layout
 from torchrec_ext.publish.redis_layout import Names
-from torchrec_ext.publish.sink import missing_extra, without_credentials
+from torchrec_ext.publish.sink import missing_extra
+from torchrec_ext.urls import without_credentials
 
 try:
     import redis

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.errors import PublishError, SinkUnavailableError
 from torchrec_ext.publish.served import Position, ServedTable
+from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
     from torchrec_ext.publish.changes import Change
@@ -148,18 +149,6 @@ def open_sink(url: str) -> Sink:
             return sink(url)
     known = ", ".join(f"{name}://" for name in sorted({*_SINKS, *(point.name for point in added)}))
     raise ValueError(f"{without_credentials(url)!r} is not a sink: its URL begins with one of {known}")
-
-
-def without_credentials(url: str) -> str:
-    """The URL as it may be shown: without user, password and query."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return url
-    # By hand: a password may hold what a URL parser trips over, and its error would then quote it.
-    before, _, query = rest.partition("?")
-    if "@" in query:  # a password with a question mark, or a query with a password: nobody knows
-        return f"{scheme}://..."
-    return f"{scheme}://{before.rpartition('@')[2]}"
 
 
 def path_of(url: str) -> str:

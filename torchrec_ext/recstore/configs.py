@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.store import Constant, DenseTable, DynamicTable, Table, Uniform
+from torchrec_ext.store import ByFunction, DenseTable, DynamicTable, Table, Uniform
 
 ConfigLike: TypeAlias = EmbeddingBagConfig | Mapping[str, Any]
 
@@ -61,7 +61,7 @@ def store_tables(
     return [
         _dynamic_table(config, dynamic[config.name])
         if config.name in dynamic
-        else DenseTable(config.name, config.embedding_dim, config.num_embeddings, initializer=Constant(0.0))
+        else DenseTable(config.name, config.embedding_dim, config.num_embeddings, initializer=ByFunction())
         for config in configs
     ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchrec_ext.recstore.whole_tables import create_tables
-from torchrec_ext.store import SGD, Constant, DenseTable, MemoryStore, Store
+from torchrec_ext.store import SGD, ByFunction, Constant, DenseTable, MemoryStore, Store
 from torchrec_ext.store.tables import Initializer
 
 InitFunc = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -48,7 +48,8 @@ class DistTensor:
         if dtype != torch.float32:
             raise ValueError(f"DistTensor {name!r}: a store's rows are float32, not {dtype}")
         self.store = store if store is not None else MemoryStore()
-        wanted = DenseTable(name, shape[1], shape[0], initializer=initializer or Constant(0.0))
+        drawn = initializer or Constant(0.0)
+        wanted = DenseTable(name, shape[1], shape[0], initializer=ByFunction() if init_func else drawn)
 
         def fill(rows: torch.Tensor) -> None:
             assert init_func is not None

@@ -13,7 +13,15 @@ from torchrec_ext.store.optimizers import SGD, AdaGrad, Adam, RowWiseAdaGrad, St
 from torchrec_ext.store.snapshots import StoreSnapshot, TableSnapshot
 from torchrec_ext.store.store import Rows, Store
 from torchrec_ext.store.stores import FileStore, MemoryStore, SharedMemoryStore
-from torchrec_ext.store.tables import Constant, CounterFilter, DenseTable, DynamicTable, Table, Uniform
+from torchrec_ext.store.tables import (
+    ByFunction,
+    Constant,
+    CounterFilter,
+    DenseTable,
+    DynamicTable,
+    Table,
+    Uniform,
+)
 
 if TYPE_CHECKING:
     from torchrec_ext.store.flight.remote import RemoteStore
@@ -25,6 +33,7 @@ __all__ = [
     "AdaGrad",
     "Adam",
     "Bags",
+    "ByFunction",
     "Constant",
     "CounterFilter",
     "DenseTable",

@@ -135,8 +135,10 @@ class RowGroup:
         """
         if not len(rows):
             return
+        described = self.tables[table]
+        assert isinstance(described, DynamicTable)
         keys = self.keys[table].keys_of(rows)
-        self.rows_of(table).index_copy_(0, rows, self.tables[table].initializer.rows(keys, self.dim))
+        self.rows_of(table).index_copy_(0, rows, described.initializer.rows(keys, self.dim))
         for slot in self.optimizer.slots:
             self.slots_of(table)[slot.name].index_fill_(0, rows, self.optimizer.initial(slot))
         # Last: a row whose version is not positive is one that a process died over; see `repair`.

@@ -13,7 +13,7 @@ import torch
 from torchrec_ext.store import kernels
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.group import RowGroup
-from torchrec_ext.store.init_fns import InitFn, InitFns
+from torchrec_ext.store.init_fns import InitFn, InitFns, filled_in
 from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, fit_snapshot
 from torchrec_ext.store.moments import restore_snapshot, take_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer
@@ -22,7 +22,7 @@ from torchrec_ext.store.snapshots import StoreSnapshot
 from torchrec_ext.store.state import StoreState
 from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store
 from torchrec_ext.store.table_changes import create_tables, set_optimizer
-from torchrec_ext.store.tables import Table
+from torchrec_ext.store.tables import KeyOf, Table
 from torchrec_ext.store.update_queue import UpdateQueue
 
 logger = logging.getLogger(__name__)
@@ -82,16 +82,18 @@ class LocalStore(Store):
         optimizer: StoreOptimizer,
         *,
         init_fns: Mapping[str, InitFn] | None = None,
+        key_of: KeyOf | None = None,
     ) -> list[str]:
         """Makes tables that share an optimizer, or finds them; see ``Store.create_tables``.
 
         Args:
             tables: the tables.
             optimizer: whose state they hold.
-            init_fns: by name of a dense table, what fills its rows in place when it is made, instead of
-                its initializer.
+            init_fns: by name of a dense table, what fills its rows in place when it is made; its
+                initializer is ``ByFunction`` then, whichever it was.
+            key_of: what initializers take the keys of dense tables for; by default what they are.
         """
-        made = create_tables(self._state, tables, optimizer, init_fns or {})
+        made = create_tables(self._state, tables, optimizer, init_fns or {}, key_of)
         self._init_fns.remember(init_fns or {})
         return made
 
@@ -315,14 +317,15 @@ class LocalStore(Store):
         on_mismatch: OnMismatch = "initialize",
         *,
         init_fns: Mapping[str, InitFn] | None = None,
+        key_of: KeyOf | None = None,
     ) -> RestoreReport:
-        """See ``Store``.
+        """See ``Store``; functions that tables were made with are known as long as they are there.
 
         Args:
             snapshot: the snapshot.
             on_mismatch: what to do about what it lacks.
-            init_fns: by name of a dense table that was made with one, what fills its rows in place; by
-                default the same, if it is still there.
+            init_fns: see ``Store``.
+            key_of: see ``create_tables``.
         """
         self.drain()
         with self._state.locked(exclusive=True):
@@ -332,9 +335,10 @@ class LocalStore(Store):
                 for name in group.tables
             }
             fitted, report = fit_snapshot(snapshot, described, on_mismatch)
-            fills = self._init_fns.to_restore(fitted, init_fns or {})
-            with self._state.writing() as clock:
-                restore_snapshot(self._state, fitted, clock, fills)
+            needed = self._init_fns.to_restore(fitted, init_fns or {})
+            filled = filled_in(self._state.place, fitted, needed)
+            with filled as whole, self._state.writing() as clock:
+                restore_snapshot(self._state, whole, clock, key_of)
         report.log(logger)
         return report
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchrec_ext.store.group import RowGroup
-from torchrec_ext.store.init_fns import InitFn
+from torchrec_ext.store.init_fns import copy_rows, rows_at_once
 from torchrec_ext.store.saved import WEIGHT
 from torchrec_ext.store.snapshots import StoreSnapshot, TableSnapshot
 from torchrec_ext.store.state import StoreState
-from torchrec_ext.store.tables import CHUNK_BYTES, DenseTable, fill_initial_rows
+from torchrec_ext.store.tables import ByFunction, DenseTable, KeyOf, fill_initial_rows
 
 
 @torch.no_grad()
@@ -24,7 +25,7 @@ def take_snapshot(state: StoreState, names: Iterable[str]) -> StoreSnapshot:
 
 @torch.no_grad()
 def restore_snapshot(
-    state: StoreState, snapshot: StoreSnapshot, clock: int, init_fns: Mapping[str, InitFn]
+    state: StoreState, snapshot: StoreSnapshot, clock: int, key_of: KeyOf | None = None
 ) -> None:
     """Puts a snapshot back that ``fit_snapshot`` returned; the caller writes.
 
@@ -32,27 +33,35 @@ def restore_snapshot(
         state: the store's.
         snapshot: the snapshot. What it lacks gets initial values.
         clock: the store's clock.
-        init_fns: by name of a dense table, what fills its rows instead of its initializer.
+        key_of: see ``fill_initial_rows``.
     """
-    state.step = snapshot.step
+    # Other tables know by the step which keys were not used for long: for them it does not go back.
+    is_whole = set(snapshot.tables) == set(state.names)
+    state.step = snapshot.step if is_whole else max(state.step, snapshot.step)
     for name, part in snapshot.tables.items():
         group = state.group_of(name)
         known = part.all_keys()
         if name in group.keys:
-            rows = _load_keys(group, name, part, known, snapshot.step, clock)
+            part = _as_of(part, snapshot.step, state.step)
+            rows = _load_keys(group, name, part, known, state.step, clock)
         else:
             rows = torch.arange(group.tables[name].num_rows, device=group.weight.device)
         for slot, target in {WEIGHT: group.rows_of(name), **group.slots_of(name)}.items():
             keys = part.keys_of(slot)
             if len(keys) < len(rows):
                 # All rows, and not those alone that get nothing below: it is rare, and cannot go wrong.
-                _initialize(group, name, slot, target, rows, init_fns.get(name))
+                _initialize(group, name, slot, target, rows, key_of)
             if len(keys):
                 found = name in group.keys and keys is known
                 at = rows if found else group.local_rows(name, keys.to(target.device))
-                _copy(target, at, part.weight if slot == WEIGHT else part.slots[slot])
+                copy_rows(target, at, part.weight if slot == WEIGHT else part.slots[slot])
         # Last: of rows whose version is not positive, a process that finds this unfinished knows.
         group.versions_of(name).index_fill_(0, rows, clock)
+
+
+def _as_of(part: TableSnapshot, saved: int, now: int) -> TableSnapshot:
+    """A dynamic table's part of which the keys were last used as long before a step as before another one."""
+    return part if part.last_used is None else replace(part, last_used=part.last_used + (now - saved))
 
 
 def _load_keys(
@@ -76,7 +85,7 @@ def _load_keys(
 
 
 def _initialize(
-    group: RowGroup, name: str, slot: str, target: torch.Tensor, rows: torch.Tensor, init_fn: InitFn | None
+    group: RowGroup, name: str, slot: str, target: torch.Tensor, rows: torch.Tensor, key_of: KeyOf | None
 ) -> None:
     """Gives rows of a table their initial weight, or initial state of a slot."""
     table = group.tables[name]
@@ -84,23 +93,12 @@ def _initialize(
         initial = {of.name: group.optimizer.initial(of) for of in group.optimizer.slots}
         target.index_fill_(0, rows, initial[slot])
     elif isinstance(table, DenseTable):
-        init_fn(target) if init_fn is not None else fill_initial_rows(table, target)
+        assert not isinstance(table.initializer, ByFunction)  # the function has filled the snapshot
+        fill_initial_rows(table, table.initializer, target, key_of)
     else:
-        for piece in rows.split(_rows_at_once(target)):
+        for piece in rows.split(rows_at_once(target)):
             keys = group.keys[name].keys_of(piece)
             target.index_copy_(0, piece, table.initializer.rows(keys, table.dim))
-
-
-def _copy(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values to rows piece by piece, as they may have to come from a disk or another device."""
-    step = _rows_at_once(target)
-    for start in range(0, len(rows), step):
-        piece = slice(start, start + step)
-        target.index_copy_(0, rows[piece], values[piece].to(target.device))
-
-
-def _rows_at_once(target: torch.Tensor) -> int:
-    return max(1, CHUNK_BYTES // (4 * target.shape[1]))
 
 
 def _snapshot_of(group: RowGroup, name: str) -> TableSnapshot:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchrec_ext.store.tables import check_types
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -197,6 +199,7 @@ def optimizer_from_json(content: dict[str, Any]) -> StoreOptimizer:
     fields = dict(content)
     try:
         kind = kinds[fields.pop("kind")]
+        check_types(fields, **dict.fromkeys(fields, float))
         return kind(**fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an optimizer's description: {content}") from error

@@ -24,9 +24,11 @@ outside of the directory.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.errors import CheckpointError
-from torchrec_ext.files import file_crc32, json_crc32
+from torchrec_ext.files import json_crc32, open_plain
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.tables import Table, table_from_json
 
@@ -46,6 +48,7 @@ MANIFEST_NAME = "snapshot.json"
 FILE_NAME = re.compile(r"[0-9a-f]{8}\.\d+\.[A-Za-z0-9_.]+\.npy")
 WEIGHT = "weight"
 
+_HEADER_BYTES = 1 << 12  # those that we write are shorter
 _OF_KEYS = ("keys", "versions", "frequencies", "last_used")
 _OF_CANDIDATES = ("candidates", "candidate_counts")
 
@@ -119,24 +122,7 @@ class SavedTable:
         Raises:
             CheckpointError: its file is missing or was changed, as far as that shows without reading it.
         """
-        file = self.files[name]
-        path = self.directory / file.file
-        try:
-            nbytes = path.stat().st_size
-            if nbytes != file.nbytes:
-                raise self._damaged(
-                    name, f"has {nbytes} bytes, not {file.nbytes}: it was cut short or changed"
-                )
-            array = np.lib.format.open_memmap(path, mode="c" if copy_on_write else "r")
-        except FileNotFoundError:
-            raise self._damaged(name, "is missing") from None
-        except Exception as error:  # NumPy's parser of damaged headers raises what it meets
-            raise self._damaged(name, f"cannot be read: {error}") from error
-        if array.shape != file.shape or array.dtype != disk_dtype(file.dtype):
-            raise self._damaged(
-                name, f"holds {array.dtype} {list(array.shape)}, not {file.dtype} {list(file.shape)}"
-            )
-        return np.asarray(array)
+        return self.parsed(name, self.mapped(name, copy_on_write=copy_on_write))
 
     def verify(self) -> None:
         """Reads all files and compares their checksums.
@@ -144,10 +130,60 @@ class SavedTable:
         Raises:
             CheckpointError: a file is missing or is not what was saved; names it and the table.
         """
-        for name, file in self.files.items():
-            self.array(name)
-            if file_crc32(self.directory / file.file) != file.crc32:
-                raise self._damaged(name, "is damaged: its checksum is not that of what was saved")
+        for name in self.files:
+            content = self.mapped(name)
+            self.parsed(name, content)
+            self.compare(name, content)
+
+    def mapped(self, name: str, *, copy_on_write: bool = False) -> NDArray[np.uint8]:
+        """Maps the file of an array, which is there as long as it is mapped, whoever removes it.
+
+        Raises:
+            CheckpointError: it is missing, has another size, or is no file.
+        """
+        file = self.files[name]
+        try:
+            with open_plain(self.directory / file.file) as opened:
+                nbytes = os.fstat(opened.fileno()).st_size
+                if nbytes != file.nbytes:
+                    raise self._damaged(
+                        name, f"has {nbytes} bytes, not {file.nbytes}: it was cut short or changed"
+                    )
+                return np.asarray(np.memmap(opened, np.uint8, "c" if copy_on_write else "r"))
+        except FileNotFoundError:
+            raise self._damaged(name, "is missing") from None
+        except (OSError, ValueError) as error:  # NumPy's of an empty file
+            raise self._damaged(name, f"cannot be read: {error}") from error
+
+    def parsed(self, name: str, content: NDArray[np.uint8]) -> NDArray[Any]:
+        """The array of which a file has this content; not copied.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        file = self.files[name]
+        header = io.BytesIO(content[:_HEADER_BYTES].tobytes())
+        try:
+            if np.lib.format.read_magic(header) != (1, 0):
+                raise ValueError("it is of another version")
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(header)
+            values = content[header.tell() :].view(dtype).reshape(shape, order="F" if is_fortran else "C")
+        except Exception as error:  # NumPy's parser of damaged headers raises what it meets
+            raise self._damaged(name, f"cannot be read: {error}") from error
+        if values.shape != file.shape or values.dtype != disk_dtype(file.dtype):
+            raise self._damaged(
+                name, f"holds {values.dtype} {list(values.shape)}, not {file.dtype} {list(file.shape)}"
+            )
+        return values
+
+    def compare(self, name: str, content: NDArray[np.uint8]) -> None:
+        """Reads the content of a file, and compares its checksum.
+
+        Raises:
+            CheckpointError: it is not what was saved.
+        """
+        if zlib.crc32(content.data) != self.files[name].crc32:
+            raise self._damaged(name, "is damaged: its checksum is not that of what was saved")
 
     def _damaged(self, name: str, what: str) -> CheckpointError:
         path = self.directory / self.files[name].file
@@ -173,9 +209,9 @@ class SavedSnapshot:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        content = _read_manifest(self.path)
+        self._content = content = _read_manifest(self.path)
         try:
-            self.clock, self.step = int(content["clock"]), int(content["step"])
+            self.clock, self.step = _counts(content["clock"], content["step"])
             tables = [_table(self.path, described) for described in content["tables"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{self.path / MANIFEST_NAME} is damaged: {error}") from error
@@ -191,6 +227,10 @@ class SavedSnapshot:
         """
         for table in self.tables.values():
             table.verify()
+
+    def is_same(self, other: SavedSnapshot) -> bool:
+        """Whether another one is this, and none that took its place."""
+        return self._content == other._content
 
 
 def is_saved_snapshot(path: str | os.PathLike[str]) -> bool:
@@ -246,7 +286,8 @@ def disk_dtype(name: str) -> np.dtype[Any]:
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST_NAME
     try:
-        content = json.loads(file.read_bytes())
+        with open_plain(file) as opened:
+            content = json.loads(opened.readall())
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{path} is not a saved snapshot, or its saving was not finished: it has no {MANIFEST_NAME}"
@@ -270,7 +311,7 @@ def _table(path: Path, described: dict[str, Any]) -> SavedTable:
     optimizer = optimizer_from_json(described["optimizer"])
     files = {
         name: ArrayFile(
-            array["file"], tuple(array["shape"]), array["dtype"], int(array["nbytes"]), int(array["crc32"])
+            array["file"], _counts(*array["shape"]), array["dtype"], *_counts(array["nbytes"], array["crc32"])
         )
         for name, array in described["arrays"].items()
     }
@@ -279,3 +320,10 @@ def _table(path: Path, described: dict[str, Any]) -> SavedTable:
         raise ValueError(f"table {table.name!r}: {strange!r} is not the name of a snapshot's file")
     check_arrays(table, optimizer, {name: (array.dtype, array.shape) for name, array in files.items()})
     return SavedTable(path, table, optimizer, files)
+
+
+def _counts(*values: Any) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{value!r} is no number of anything")
+    return values

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import Self
 
+from torchrec_ext.errors import CheckpointError
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.saved import (
     WEIGHT,
@@ -132,15 +134,22 @@ class StoreSnapshot:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """A snapshot that was saved.
 
-        All files are read, to compare their checksums. The tensors are mapped: they take no memory but what
+        All files are read, to compare their checksums. If another snapshot takes its place meanwhile, it is
+        that one, or this. The tensors are mapped: they take no memory but what
         the system can take back, until they are written to, which does not change the files.
 
         Raises:
             CheckpointError: there is none, or it is damaged; names the file and the table.
         """
         saved = SavedSnapshot(path)
-        saved.verify()
-        return cls(saved.clock, saved.step, {name: _mapped(table) for name, table in saved.tables.items()})
+        try:
+            tables = _mapped(saved)
+        except CheckpointError:
+            there = SavedSnapshot(path)
+            if there.is_same(saved):
+                raise
+            saved, tables = there, _mapped(there)
+        return cls(saved.clock, saved.step, tables)
 
     @classmethod
     def from_arrays(
@@ -176,8 +185,21 @@ class StoreSnapshot:
         )
 
 
-def _mapped(saved: SavedTable) -> TableSnapshot:
-    tensors = {name: torch.from_numpy(saved.array(name, copy_on_write=True)) for name in saved.files}
+def _mapped(saved: SavedSnapshot) -> dict[str, TableSnapshot]:
+    # All of them first, which is quick: from then on no other snapshot can take their place.
+    content = {
+        name: {array: table.mapped(array, copy_on_write=True) for array in table.files}
+        for name, table in saved.tables.items()
+    }
+    tables = {name: _mapped_table(table, content[name]) for name, table in saved.tables.items()}
+    for name, table in saved.tables.items():
+        for array, of_file in content[name].items():
+            table.compare(array, of_file)
+    return tables
+
+
+def _mapped_table(saved: SavedTable, content: Mapping[str, NDArray[np.uint8]]) -> TableSnapshot:
+    tensors = {name: torch.from_numpy(saved.parsed(name, of_file)) for name, of_file in content.items()}
     return TableSnapshot(
         table=saved.table,
         optimizer=saved.optimizer,

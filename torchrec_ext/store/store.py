@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 from typing_extensions import Self
 
+from torchrec_ext.store.init_fns import InitFn
 from torchrec_ext.store.mismatches import OnMismatch, RestoreReport
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.snapshots import StoreSnapshot
@@ -222,7 +223,13 @@ class Store(ABC):
         """A copy of tables at one moment, while others go on updating; by default of all."""
 
     @abstractmethod
-    def restore(self, snapshot: StoreSnapshot, on_mismatch: OnMismatch = "initialize") -> RestoreReport:
+    def restore(
+        self,
+        snapshot: StoreSnapshot,
+        on_mismatch: OnMismatch = "initialize",
+        *,
+        init_fns: Mapping[str, InitFn] | None = None,
+    ) -> RestoreReport:
         """Puts the tables of a snapshot back; others stay as they are.
 
         The store's tables may have other numbers of rows, initializers and filters than the snapshot's. What
@@ -234,6 +241,8 @@ class Store(ABC):
             on_mismatch: ``initialize``: every key is kept, and its weight gets the table's initial value, its
                 state the optimizer's, where there is none. ``drop``: keys without a weight and all slots are
                 left out; in a dense table, their rows get initial values. ``error``: it is an error.
+            init_fns: by name of a dense table that a function filled, what fills its rows in place. It is
+                called if the snapshot lacks some, before anything is changed.
 
         Returns:
             What was missing; it is logged as a warning if anything was.
@@ -242,7 +251,8 @@ class Store(ABC):
             ValueError: the store has other tables or optimizers of these names, or the snapshot's tensors
                 do not fit together; nothing was changed.
             CheckpointError: there are mismatches and they are to be an error, or dropping keys would leave
-                none, or the snapshot has keys that a dense table does not have; nothing was changed.
+                none, or the snapshot has keys that a dense table does not have, or lacks rows of one that a
+                function filled which is not there; nothing was changed.
             TableFullError: it has more keys than a table has rows; nothing was changed.
         """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,15 +12,25 @@ from torchrec_ext.store.group import RowGroup
 from torchrec_ext.store.init_fns import InitFn
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.state import StoreState
-from torchrec_ext.store.tables import DenseTable, Table, fill_initial_rows
+from torchrec_ext.store.tables import ByFunction, DenseTable, KeyOf, Table, fill_initial_rows, is_same
 
 logger = logging.getLogger(__name__)
 
 
 def create_tables(
-    state: StoreState, tables: Sequence[Table], optimizer: StoreOptimizer, init_fns: Mapping[str, InitFn]
+    state: StoreState,
+    tables: Sequence[Table],
+    optimizer: StoreOptimizer,
+    init_fns: Mapping[str, InitFn],
+    key_of: KeyOf | None,
 ) -> list[str]:
     """Makes tables, or finds them; see ``LocalStore.create_tables``."""
+    tables = [
+        replace(table, initializer=ByFunction())
+        if isinstance(table, DenseTable) and table.name in init_fns
+        else table
+        for table in tables
+    ]
     if len({table.name for table in tables}) < len(tables):
         raise ValueError(f"tables of one name: {[table.name for table in tables]}")
     place = state.place
@@ -28,7 +39,7 @@ def create_tables(
         for table in tables:
             if table.name not in state.names:
                 missing.setdefault(table.dim, []).append(table)
-            elif (there := state.group_of(table.name).tables[table.name]) != table:
+            elif not is_same(there := state.group_of(table.name).tables[table.name], table):
                 raise ValueError(f"the store holds another table of this name: {there}, not {table}")
         if not missing:
             return []
@@ -43,11 +54,12 @@ def create_tables(
             for table in tables:  # in their order, as they may share a random generator
                 if table.name not in group_of or not isinstance(table, DenseTable):
                     continue
-                if table.name in init_fns:
+                rows = group_of[table.name].rows_of(table.name)
+                if not isinstance(table.initializer, ByFunction):
+                    fill_initial_rows(table, table.initializer, rows, key_of)
+                elif table.name in init_fns:
                     with torch.no_grad():
-                        init_fns[table.name](group_of[table.name].rows_of(table.name))
-                else:
-                    fill_initial_rows(table, group_of[table.name].rows_of(table.name))
+                        init_fns[table.name](rows)
         except BaseException:
             for prefix in prefixes:
                 place.drop(prefix)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ class Uniform:
 
 
 Initializer = Constant | Uniform
+
+
+@dataclass(frozen=True)
+class ByFunction:
+    """Initial rows of a dense table that a function fills, or whoever makes the table writes there.
+
+    No row can be drawn anew without the function. Rows hold zeros until somebody fills them.
+    """
+
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -92,7 +102,7 @@ class DenseTable:
     dim: int
     num_rows: int
     first_key: int = 0
-    initializer: Initializer = field(default_factory=Uniform)
+    initializer: Initializer | ByFunction = field(default_factory=Uniform)
 
     def __post_init__(self) -> None:
         _check(self.name, dim=self.dim, num_rows=self.num_rows + 1)  # a shard may be empty
@@ -129,6 +139,8 @@ class DynamicTable:
 
     def __post_init__(self) -> None:
         _check(self.name, dim=self.dim, max_rows=self.max_rows)
+        if not isinstance(self.initializer, Initializer):
+            raise ValueError(f"table {self.name!r}: its rows come one by one, {self.initializer} has none")
         if self.evict_after is not None and self.evict_after < 1:
             raise ValueError(f"table {self.name!r}: evict_after must be at least 1, not {self.evict_after}")
 
@@ -141,6 +153,17 @@ class DynamicTable:
 Table = DenseTable | DynamicTable
 
 
+def is_same(there: Table, wanted: Table) -> bool:
+    """Whether a table is the one that is wanted. What a function filled may have been told otherwise."""
+    if ByFunction() not in (there.initializer, wanted.initializer):
+        return there == wanted
+    return isinstance(wanted, DenseTable) and there == replace(wanted, initializer=there.initializer)
+
+
+KeyOf = Callable[[DenseTable, torch.Tensor], torch.Tensor]
+"""Which keys of a whole table those are of a part of it that is stored without gaps, int64 ``[n]`` each."""
+
+
 def _check(name: str, **positive: int) -> None:
     if not name:
         raise ValueError("a table needs a name")
@@ -151,22 +174,22 @@ def _check(name: str, **positive: int) -> None:
 
 @torch.no_grad()
 def fill_initial_rows(
-    table: DenseTable, rows: torch.Tensor, key_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    table: DenseTable, initializer: Initializer, rows: torch.Tensor, key_of: KeyOf | None = None
 ) -> None:
     """Gives every row of a new dense table its initial value, piece by piece.
 
     Args:
         table: the table.
+        initializer: its initializer.
         rows: its rows, float32 ``[num_rows, dim]``.
-        key_of: which keys initial values are those of, by the table's own, int64 ``[n]`` each; by
-            default these.
+        key_of: which keys initial values are those of, by the table's own; by default these.
     """
     step = max(1, CHUNK_BYTES // (4 * table.dim))
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
         first = table.first_key + start
         keys = torch.arange(first, first + len(chunk), device=rows.device)
-        chunk.copy_(table.initializer.rows(keys if key_of is None else key_of(keys), table.dim))
+        chunk.copy_(initializer.rows(keys if key_of is None else key_of(table, keys), table.dim))
 
 
 def check_keys(table: Table, keys: torch.Tensor) -> None:
@@ -201,11 +224,30 @@ def table_from_json(content: dict[str, Any]) -> Table:
     try:
         fields = dict(content)
         initializer = dict(fields.pop("initializer"))
-        kind = {"Constant": Constant, "Uniform": Uniform}[initializer.pop("kind")]
+        kinds = {"Constant": Constant, "Uniform": Uniform, "ByFunction": ByFunction}
+        kind = kinds[initializer.pop("kind")]
+        check_types(initializer, value=float, low=float, high=float, seed=int)
         fields["initializer"] = kind(**initializer)
+        check_types(fields, dim=int, num_rows=int, first_key=int, max_rows=int, name=str, default_value=float)
         if fields.pop("kind") == "DenseTable":
             return DenseTable(**fields)
+        if fields.get("evict_after") is not None:
+            check_types(fields, evict_after=int)
+        check_types(fields["filter"], filter_freq=int)
         fields["filter"] = CounterFilter(**fields["filter"])
         return DynamicTable(**fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a table's description: {content}") from error
+
+
+def check_types(fields: Mapping[str, Any], **types: type) -> None:
+    """Checks those of a JSON object's fields that are there; a whole number may stand for a ``float``.
+
+    Raises:
+        TypeError: a field is of another type, or a number is not finite.
+    """
+    for name, kind in types.items():
+        value = fields.get(name, kind())
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind is float and not math.isfinite(value)):
+            raise TypeError(f"{name} is {value!r}, no {kind.__name__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -41,7 +41,9 @@ class Slot:
         name: ``weight`` of a table, ``value`` of another tensor of a module, or the optimizer's name for it.
         tensor: where its values are.
         role: what it is.
-        squares: whether its values are squares.
+        owner: of optimizer state, whose: the place of its optimizer in the checkpoint, and the parameter's
+            name there. One table may have state of two optimizers.
+        squares: whether its values may be squares.
         not_negative: whether none of its values can be negative.
         keys: of a table with keys, the keys of its rows.
         in_use: of keys, which of them are in use; None: all.
@@ -53,6 +55,7 @@ class Slot:
     name: str
     tensor: TensorEntry
     role: Role
+    owner: str = ""
     squares: bool = False
     not_negative: bool = False
     keys: TensorEntry | None = None
@@ -107,14 +110,15 @@ def arrange(tree: Any) -> Arrangement:
     _walk(tree, (), optimizers, tensors, found)
     names = _names_in_modules([path for path, _ in tensors])
     by_key = {entry.key: entry for _, entry in tensors}
-    weights: dict[str, TensorEntry] = {}
-    for name, (_, entry) in zip(names, tensors, strict=True):
-        slot = _of_module(name, entry, by_key)
-        if slot.role == "weight":
-            weights[slot.table] = entry
-        found.slots.append(slot)
+    of_modules = [_of_module(name, entry, by_key) for name, (_, entry) in zip(names, tensors, strict=True)]
+    taken = Counter((slot.table, slot.name) for slot in of_modules)  # of a module and what wraps it, say
+    found.slots += [
+        slot if taken[slot.table, slot.name] == 1 else replace(slot, table=slot.tensor.key)
+        for slot in of_modules
+    ]
+    weights = {slot.table for slot in found.slots if slot.role == "weight"}
     for where, node in optimizers:
-        for parameter in _parameters(node):
+        for parameter in _parameters(node, where, found):
             _add_state(parameter, where, weights, found)
     return found
 
@@ -132,6 +136,9 @@ def _walk(
         _add_unread(".".join(map(str, path)), "", node, found)
     elif isinstance(node, Mapping) and _is_optimizer(node):
         optimizers.append((".".join(map(str, path)), node))
+        for name, inner in node.items():  # options, and what else an optimizer keeps
+            if str(name).partition(".")[0] != state_dicts.STATE:
+                _walk(inner, (*path, name), optimizers, tensors, found)
     elif isinstance(node, (Mapping, list)):
         inside = node.items() if isinstance(node, Mapping) else enumerate(node)
         for name, inner in inside:
@@ -216,7 +223,7 @@ def _is_optimizer(node: Mapping[Any, Any]) -> bool:
     return groups is not None or all(isinstance(one, Mapping) for one in state.values())
 
 
-def _parameters(node: Mapping[Any, Any]) -> Iterator[_Parameter]:
+def _parameters(node: Mapping[Any, Any], where: str, found: Arrangement) -> Iterator[_Parameter]:
     """The parameters of an optimizer's state dict, whatever its form, also those without state."""
     if state_dicts.is_flattened(node):
         names = state_dicts.parameter_names(node)
@@ -237,11 +244,9 @@ def _parameters(node: Mapping[Any, Any]) -> Iterator[_Parameter]:
             str(name): state_dicts.flat(entries) if isinstance(entries, Mapping) else {"": entries}
             for name, entries in node[state_dicts.STATE].items()
         }
-        options, groups = {}, []
-        for group in _listed(node.get(state_dicts.GROUPS)):
-            members = [str(one) for one in _listed(group.get("params"))]
+        options, groups = {}, list(_groups(node, where, found))
+        for members, group in groups:
             options.update(dict.fromkeys(members, group))
-            groups.append((members, group))
     peers = {
         name: frozenset(slot for other in members for slot in states.get(other, {}))
         for members, _ in groups
@@ -252,14 +257,32 @@ def _parameters(node: Mapping[Any, Any]) -> Iterator[_Parameter]:
         yield _Parameter(name, own, name in states, peers.get(name, frozenset()), options.get(name, {}))
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, Mapping) else list(value or ())
+def _groups(
+    node: Mapping[Any, Any], where: str, found: Arrangement
+) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+    """The groups of an optimizer: the names of their parameters, and their options."""
+    table = ".".join(part for part in (where, state_dicts.GROUPS) if part)
+
+    def listed(value: Any, name: str) -> list[Any]:
+        if value is None or isinstance(value, NotRead):  # that it could not be read was found before
+            return []
+        if isinstance(value, (list, Mapping)):
+            return list(value.values()) if isinstance(value, Mapping) else value
+        message = f"it is no list, but of type {type(value).__name__}"
+        found.findings.append(Finding(table, name, "unreadable", 1, (), message))
+        return []
+
+    for number, group in enumerate(listed(node.get(state_dicts.GROUPS), "")):
+        if isinstance(group, Mapping):
+            yield [str(one) for one in listed(group.get("params"), f"{number}.params")], group
+        elif not isinstance(group, NotRead):
+            message = f"it is no group of parameters, but of type {type(group).__name__}"
+            found.findings.append(Finding(table, str(number), "unreadable", 1, (), message))
 
 
-def _add_state(
-    parameter: _Parameter, where: str, weights: Mapping[str, TensorEntry], found: Arrangement
-) -> None:
+def _add_state(parameter: _Parameter, where: str, weights: Collection[str], found: Arrangement) -> None:
     table = _match(parameter, where, weights)
+    owner = f"{where}.{parameter.name}"
     short = {name: name.rpartition(".")[2] for name in parameter.state}
     siblings = frozenset(short.values())
     for name, value in parameter.state.items():
@@ -267,7 +290,7 @@ def _add_state(
             _add_unread(table, short[name], value, found)
         elif isinstance(value, TensorEntry):
             own = _match(_Parameter(parameter.name, {name: value}), where, weights)
-            slot = _state_slot(own, short[name], value, siblings)
+            slot = replace(_state_slot(own, short[name], value, siblings), owner=owner)
             initial = parameter.options.get("initial_accumulator_value")
             if short[name] == "sum" and isinstance(initial, (int, float)):
                 slot = replace(slot, initial=float(initial))
@@ -290,7 +313,7 @@ def _check_presence(parameter: _Parameter, table: str, present: frozenset[str], 
             found.notes.append(Note(table, message))
 
 
-def _match(parameter: _Parameter, where: str, weights: Mapping[str, TensorEntry]) -> str:
+def _match(parameter: _Parameter, where: str, weights: Collection[str]) -> str:
     """The name of the table that optimizer state belongs to."""
     if parameter.name.isdigit():
         # Optimizers that number their parameters may name their slots by table: "t0.exp_avg".
@@ -317,15 +340,18 @@ def _state_slot(
     siblings: frozenset[str],
 ) -> Slot:
     squares = name in SQUARES
+    not_negative = squares or name in _NOT_NEGATIVE
     if name == "momentum1":
-        # TorchRec calls the first state so, whichever it is: of Adam the average of gradients.
+        # TorchRec calls the first state so, whichever it is: of Adam the average of gradients. With a value
+        # per column and alone it is either squares (Adagrad) or signed (LARS-SGD).
         squares = not siblings & {"exp_avg_sq", "momentum2"}
+        not_negative = squares and len(entry.size) == 1
     return Slot(
         table,
         name,
         entry,
         "state",
         squares=squares,
-        not_negative=squares or name in _NOT_NEGATIVE,
+        not_negative=not_negative,
         initial=0.0 if name in PER_ROW else None,
     )

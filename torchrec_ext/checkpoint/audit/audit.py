@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +18,17 @@ from torchrec_ext.checkpoint.audit.reading.crc import flipped_bits
 from torchrec_ext.checkpoint.audit.reading.dcp import DcpCheckpoint, is_dcp, nested_lists
 from torchrec_ext.checkpoint.audit.reading.tensors import DamagedPart, Part, StoredTensor
 from torchrec_ext.checkpoint.audit.reading.trees import entries_of
-from torchrec_ext.checkpoint.audit.report import AuditReport, Finding, Kind, SlotAudit
+from torchrec_ext.checkpoint.audit.report import AuditReport, Finding, SlotAudit
 from torchrec_ext.checkpoint.audit.snapshots import arrange_live, arrange_saved, key_findings
 from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE, OnRows, ValueChecks
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.files import open_plain
 from torchrec_ext.store.saved import SavedSnapshot, is_saved_snapshot
 from torchrec_ext.store.snapshots import StoreSnapshot
 
 Progress = Callable[[int, int], None]
 
-# Of TorchRec's "momentum1" with a value per column it is not known whether it holds squares (Adagrad), or
-# averages (LARS-SGD), of which half are negative; a few negative values are damage.
-_SIGNED_SHARE = 0.01
+logger = logging.getLogger(__name__)
 
 
 def audit_checkpoint(
@@ -52,10 +53,10 @@ def audit_checkpoint(
         progress: is called with the bytes that were read, and all there are.
 
     Returns:
-        What was found. ``report.clean`` says whether nothing was.
+        What was found. ``report.clean`` says whether something was looked at and nothing is wrong with it.
 
     Raises:
-        CheckpointError: it cannot be read at all: it is not there, no checkpoint, its description is
+        CheckpointError: it cannot be audited at all: it is not there, no checkpoint, its description is
             damaged, or it holds objects that would have to be unpickled.
         ValueError: an argument is wrong.
 
@@ -64,11 +65,30 @@ def audit_checkpoint(
         report = audit_checkpoint("checkpoints/1000")
         assert report.clean, report
     """
+    if not isinstance(checkpoint, (str, os.PathLike, Mapping, StoreSnapshot)):
+        raise ValueError(
+            f"a path, state dict or store snapshot is audited, not a {type(checkpoint).__name__}"
+        )
     if not max_magnitude > 0:
         raise ValueError(f"max_magnitude must be positive, not {max_magnitude}")
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    opened = open_checkpoint(checkpoint)
-    return Audit(opened, max_magnitude, patterns, progress).report()
+    with unexpected_explained(checkpoint):
+        return Audit(open_checkpoint(checkpoint), max_magnitude, patterns, progress).report()
+
+
+@contextlib.contextmanager
+def unexpected_explained(checkpoint: object) -> Iterator[None]:
+    """Where whatever else fails is a ``CheckpointError``: a checkpoint can be made to fail in any way."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        where = checkpoint if isinstance(checkpoint, (str, os.PathLike)) else "the checkpoint"
+        logger.debug("%s cannot be audited", where, exc_info=True)
+        raise CheckpointError(
+            f"{where} cannot be audited, reading it failed with {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -94,10 +114,6 @@ def open_checkpoint(checkpoint: str | os.PathLike[str] | Mapping[str, Any] | Sto
         return Opened("a snapshot in memory", arrange_live(checkpoint))
     if isinstance(checkpoint, Mapping):
         return Opened("a state dict in memory", arrange(entries_of(checkpoint)))
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        raise ValueError(
-            f"a path, state dict or store snapshot is audited, not a {type(checkpoint).__name__}"
-        )
     path = Path(checkpoint)
     if is_saved_snapshot(path):
         snapshot = SavedSnapshot(path)
@@ -111,7 +127,7 @@ def open_checkpoint(checkpoint: str | os.PathLike[str] | Mapping[str, Any] | Sto
             "nor a snapshot.json, as a store's snapshot has"
         )
     try:
-        with path.open("rb") as file:
+        with open_plain(path, follow=True) as file:
             magic = file.read(len(ZIP_MAGIC))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -145,7 +161,7 @@ class Audit:
         self._opened, self._max_magnitude, self._exclude = opened, max_magnitude, exclude
         self._progress, self._on_rows = progress, on_rows
         self._slots = [slot for slot in opened.arrangement.slots if not self._excluded(slot.table, slot)]
-        self._total = sum(slot.tensor.nbytes for slot in self._slots)
+        self._total = sum(slot.tensor.nbytes for slot in self._slots)  # of expanded ones there is less
         self._done = 0
         self._checksums = True
 
@@ -154,13 +170,19 @@ class Audit:
         structure = self._opened.arrangement
         findings = [one for one in structure.findings if not self._excluded(one.table)]
         findings += _row_findings(self._slots)
-        missing = key_findings(self._slots)
+        of_keys = list(key_findings(self._slots))
+        findings += of_keys
+        missing = {(one.table, one.slot): one.count for one in of_keys if one.kind == "missing_keys"}
         audited: list[SlotAudit] = []
         for slot in self._slots:
-            wrong = list(self._values(slot, audited, missing.get((slot.table, slot.name))))
-            findings += wrong
+            findings += self._values(slot, audited, missing.get((slot.table, slot.name), 0))
             if slot.role in ("ids", "rows", "keys"):
                 findings += id_findings(slot)
+        snapshot = self._opened.snapshot
+        if findings and snapshot is not None and not SavedSnapshot(snapshot.path).is_same(snapshot):
+            raise CheckpointError(
+                f"{snapshot.path}: another snapshot took its place meanwhile; audit that one"
+            )
         return AuditReport(
             self._opened.source,
             tuple(audited),
@@ -173,7 +195,7 @@ class Audit:
         names = [table] if slot is None else [table, f"{table}.{slot.name}", slot.tensor.key]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self._exclude)
 
-    def _values(self, slot: Slot, audited: list[SlotAudit], missing: Finding | None) -> Iterator[Finding]:
+    def _values(self, slot: Slot, audited: list[SlotAudit], missing: int) -> Iterator[Finding]:
         entry = slot.tensor
         checks = ValueChecks(
             limit_of(slot, self._max_magnitude),
@@ -181,9 +203,6 @@ class Audit:
             None if self._on_rows is None else self._on_rows(slot),
         )
         damaged = list(self._read(slot, checks))
-        counts: dict[Kind, int] = {kind: wrong.count for kind, wrong in checks.wrong.items()}
-        if _is_signed(slot, counts):
-            counts.pop("negative", None)
         audited.append(
             SlotAudit(
                 slot.table,
@@ -192,26 +211,22 @@ class Audit:
                 str(entry.dtype).removeprefix("torch."),
                 entry.size,
                 entry.rows,
-                missing=0 if missing is None else missing.count,
-                non_finite=counts.get("non_finite", 0),
-                absurd=counts.get("absurd", 0),
-                negative=counts.get("negative", 0),
+                missing,
+                **{kind: wrong.count for kind, wrong in checks.wrong.items()},
                 largest=checks.largest,
             )
         )
-        if missing is not None:
-            yield missing
-        for kind, count in counts.items():
-            wrong = checks.wrong[kind]
+        for kind, wrong in checks.wrong.items():
             rows = wrong.rows if slot.keys is None else values_at(slot.keys, wrong.rows)
             yield Finding(
                 slot.table,
                 slot.name,
                 kind,
-                count,
+                wrong.count,
                 tuple(rows),
                 keyed=slot.keys is not None,
                 values=tuple(wrong.values),
+                key=slot.tensor.key,
             )
         yield from damaged
 
@@ -250,9 +265,8 @@ def _damage_finding(slot: Slot, part: Part, source: Any, error: DamagedPart) -> 
             rows = (row,) if slot.keys is None else tuple(values_at(slot.keys, [row]))
             values = (float(source.at(element).float()),)
             message += "; if one bit was flipped, it is one of"
-    return Finding(
-        slot.table, slot.name, error.kind, count, rows, message, slot.keys is not None and bool(rows), values
-    )
+    keyed = slot.keys is not None and bool(rows)
+    return Finding(slot.table, slot.name, error.kind, count, rows, message, keyed, values, slot.tensor.key)
 
 
 def _flipped(source: StoredTensor, crc32: int) -> int | None:
@@ -262,14 +276,6 @@ def _flipped(source: StoredTensor, crc32: int) -> int | None:
     elements = {(bit // 8 - source.offset) // source.dtype.itemsize for bit in bits}
     inside = [one for one in elements if 0 <= one < source.nbytes // source.dtype.itemsize]
     return inside[0] if len(bits) == len(inside) == 1 else None
-
-
-def _is_signed(slot: Slot, counts: Mapping[Kind, int]) -> bool:
-    """Whether a state that may be signed is, as many negative values show."""
-    if slot.name != "momentum1" or len(slot.tensor.size) < 2:
-        return False
-    values = slot.tensor.rows * slot.tensor.size[1]
-    return counts.get("negative", 0) > _SIGNED_SHARE * values
 
 
 def _row_findings(slots: Sequence[Slot]) -> Iterator[Finding]:
@@ -287,4 +293,5 @@ def _row_findings(slots: Sequence[Slot]) -> Iterator[Finding]:
         if len(slot.tensor.size) == 1 and expected and rows % expected == 0 and slot.keys is None:
             continue
         message = f"it has {rows} rows, where the table has {expected}"
-        yield Finding(slot.table, slot.name, "other_rows", abs(rows - expected), (), message)
+        count = abs(rows - expected)
+        yield Finding(slot.table, slot.name, "other_rows", count, (), message, key=slot.tensor.key)

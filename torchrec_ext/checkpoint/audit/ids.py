@@ -93,4 +93,5 @@ def _finding(slot: Slot, kind: str, ids: Ints, what: str, *, keyed: bool = True)
         tuple(ids[:EXAMPLES].tolist()),
         f"{ids.size} {what}",
         keyed,
+        key=slot.tensor.key,
     )

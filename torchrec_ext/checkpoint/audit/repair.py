@@ -6,21 +6,38 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from torchrec_ext.checkpoint.audit.arrange import Slot
-from torchrec_ext.checkpoint.audit.audit import Audit, Opened, Progress, limit_of, open_checkpoint
+from torchrec_ext.checkpoint.audit.audit import (
+    Audit,
+    Opened,
+    Progress,
+    limit_of,
+    open_checkpoint,
+    unexpected_explained,
+)
 from torchrec_ext.checkpoint.audit.ids import values_at
+from torchrec_ext.checkpoint.audit.reading.tensors import TensorEntry
 from torchrec_ext.checkpoint.audit.repaired_files import write_rows
 from torchrec_ext.checkpoint.audit.repaired_snapshots import write_snapshot
-from torchrec_ext.checkpoint.audit.report import EXAMPLES, AuditReport, Finding, Kind
+from torchrec_ext.checkpoint.audit.report import (
+    EXAMPLES,
+    AuditReport,
+    Finding,
+    Kind,
+    as_json,
+    named,
+    printable,
+)
 from torchrec_ext.checkpoint.audit.restore import Restored, restored_values
 from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE, OnRows
 from torchrec_ext.errors import CheckpointError
-from torchrec_ext.store.saved import SavedSnapshot
+from torchrec_ext.store.saved import WEIGHT, SavedSnapshot
+from torchrec_ext.store.tables import ByFunction
 
 _VALUES: frozenset[Kind] = frozenset({"non_finite", "absurd", "negative"})
 
@@ -35,6 +52,7 @@ class Repaired:
         count: how many rows.
         rows: some of them; keys of a store's snapshot.
         start: what they hold now, for a reader.
+        key: the name of the tensor in the checkpoint.
     """
 
     table: str
@@ -42,12 +60,13 @@ class Repaired:
     count: int
     rows: tuple[int, ...]
     start: str
+    key: str = ""
 
     def __str__(self) -> str:
         more = ", ..." if self.count > len(self.rows) else ""
         named = ", ".join(map(str, self.rows)) + more
         rows = "1 row is" if self.count == 1 else f"{self.count} rows are"
-        return f"{self.table} {self.slot}: {rows} {self.start} ({named})"
+        return printable(f"{self.table} {self.slot}: {rows} {self.start} ({named})")
 
 
 @dataclass(frozen=True)
@@ -66,15 +85,27 @@ class RepairReport:
     repaired: tuple[Repaired, ...] = ()
     refused: tuple[str, ...] = ()
 
+    def to_json(self) -> str:
+        """The audit's report as a JSON object, with what was done in ``repair``."""
+        done = {
+            "out": None if self.out is None else str(self.out),
+            "repaired": [asdict(one) for one in self.repaired],
+            "refused": list(self.refused),
+        }
+        return as_json({"clean": self.audit.clean, **asdict(self.audit), "repair": done})
+
     def __str__(self) -> str:
         if self.refused:
-            return "\n".join(["NOT REPAIRED, nothing was written:", *(f"  {why}" for why in self.refused)])
+            return "\n".join(
+                ["NOT REPAIRED, nothing was written:", *(f"  {printable(why)}" for why in self.refused)]
+            )
         if self.out is None:
             return "nothing to repair, nothing was written"
+        several = self.audit.several()
         return "\n".join(
             [
-                f"REPAIRED in {self.out}; what rows that start anew had learned is lost:",
-                *(f"  {one}" for one in self.repaired),
+                printable(f"REPAIRED in {self.out}; what rows that start anew had learned is lost:"),
+                *(f"  {named(one, one.key, several)}" for one in self.repaired),
             ]
         )
 
@@ -87,19 +118,29 @@ class TableRepair:
         weight: its weight, if that is known.
         states: its optimizer state with an entry per row, of which the initial value is known.
         others: its other optimizer state: counters, and what cannot be repaired row by row.
-        rows_of: by slot, the rows in which values are wrong, int64, ascending; of a snapshot their keys.
+        rows_of: the rows of tensors in which values are wrong, int64, ascending; of a snapshot their keys.
     """
 
     weight: Slot | None = None
     states: list[Slot] = field(default_factory=list)
     others: list[Slot] = field(default_factory=list)
-    rows_of: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows_of: dict[TensorEntry, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Those that can be repaired."""
+        return [*([self.weight] if self.weight else []), *self.states]
 
     def anew(self, slot: Slot) -> torch.Tensor:
-        """The rows of a slot that start anew: a row's whole state, and with a weight its state, too."""
-        if slot.role == "weight":
-            return self.rows_of.get(slot.name, torch.empty(0, dtype=torch.int64))
-        return torch.cat([torch.empty(0, dtype=torch.int64), *self.rows_of.values()]).unique()
+        """The rows of a slot that start anew: a row's whole state, and with a weight its state, too.
+
+        State of another optimizer stays as it is.
+        """
+        together = [slot]
+        if slot.role == "state":
+            together = [one for one in self.slots if one.role == "weight" or one.owner == slot.owner]
+        rows = [self.rows_of[one.tensor] for one in together if one.tensor in self.rows_of]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *rows]).unique()
 
 
 def repair_checkpoint(
@@ -127,42 +168,48 @@ def repair_checkpoint(
         progress: see ``audit_checkpoint``.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or ``out`` exists or cannot be written.
+        CheckpointError: the checkpoint cannot be read, or ``out`` exists, is inside of it, or cannot be
+            written.
     """
-    out = Path(out)
+    path, out = Path(path), Path(out)
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists; the repaired copy is written to a new place")
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    opened = open_checkpoint(path)
-    wrong: dict[tuple[str, str], list[torch.Tensor]] = {}
+    wrong: dict[TensorEntry, list[torch.Tensor]] = {}
 
     def collector(slot: Slot) -> OnRows:
-        def collect(kind: Kind, rows: torch.Tensor) -> None:
-            wrong.setdefault((slot.table, slot.name), []).append(rows)
+        return lambda kind, rows: wrong.setdefault(slot.tensor, []).append(rows)
 
-        return collect
-
-    report = Audit(opened, max_magnitude, patterns, progress, collector).report()
-    if report.clean:
-        return RepairReport(report, None)
-    tables = _tables(opened, report, wrong)
-    restored = _restored(opened, report, tables, max_magnitude)
-    if refused := [*_refused(report.findings, tables, restored), *_unlinked(opened, tables)]:
-        return RepairReport(report, None, refused=tuple(refused))
+    with unexpected_explained(path):
+        opened = open_checkpoint(path)
+        if path.resolve() in out.resolve().parents:
+            raise CheckpointError(f"{out} is inside of {path}, which is only read; write the copy elsewhere")
+        report = Audit(opened, max_magnitude, patterns, progress, collector).report()
+        if not report.findings:
+            return RepairReport(report, None)
+        tables = _tables(opened, report, {entry: torch.cat(rows).unique() for entry, rows in wrong.items()})
+        restored = _restored(opened, report, tables, max_magnitude)
+        if refused := [*_refused(report.findings, tables, restored), *_unlinked(opened, tables)]:
+            return RepairReport(report, None, refused=tuple(refused))
 
     hidden = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
+        if path.is_dir():
+            hidden.mkdir(mode=0o700)
         if opened.snapshot is not None:
             _rows_to_keys(opened.snapshot, tables)
             anew = {name: _anew(one) for name, one in tables.items()}
             write_snapshot(opened.snapshot, hidden, anew, restored)
         else:
-            write_rows(Path(path), hidden, _changes(tables), restored, opened.archive)
-        copied = Audit(open_checkpoint(hidden), max_magnitude, patterns).report()
+            write_rows(path, hidden, _changes(tables), restored, opened.archive)
+        with unexpected_explained(hidden):
+            copied = Audit(open_checkpoint(hidden), max_magnitude, patterns).report()
         if not copied.clean:
             raise CheckpointError(f"the copy is not clean either, so it was removed: {copied.findings[0]}")
         if out.exists():
             raise CheckpointError(f"{out} exists by now; the repaired copy is written to a new place")
+        if path.is_dir():
+            shutil.copymode(path, hidden)
         hidden.rename(out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror}") from error
@@ -175,12 +222,10 @@ def repair_checkpoint(
 
 
 def _tables(
-    opened: Opened, report: AuditReport, wrong: Mapping[tuple[str, str], list[torch.Tensor]]
+    opened: Opened, report: AuditReport, wrong: dict[TensorEntry, torch.Tensor]
 ) -> dict[str, TableRepair]:
     """The tables of which rows have to start anew."""
-    real = {(one.table, one.slot) for one in report.findings if one.kind in _VALUES}
-    lacking = {one.table for one in report.findings if one.kind == "missing_keys"}
-    tables = {name: TableRepair() for name in sorted({table for table, _ in real} | lacking)}
+    tables = {one.table: TableRepair() for one in report.findings if one.kind in (*_VALUES, "missing_keys")}
     for slot in opened.arrangement.slots:
         table = tables.get(slot.table)
         if table is None:
@@ -189,8 +234,8 @@ def _tables(
             table.weight = slot
         elif slot.role == "state":
             (table.states if slot.initial is not None else table.others).append(slot)
-        if (slot.table, slot.name) in real:
-            table.rows_of[slot.name] = torch.cat(wrong[slot.table, slot.name]).unique()
+        if slot.tensor in wrong:
+            table.rows_of[slot.tensor] = wrong[slot.tensor]
     for table in tables.values():
         if table.weight is not None and opened.snapshot is None:
             rows = table.weight.tensor.rows
@@ -202,45 +247,46 @@ def _tables(
 def _rows_to_keys(snapshot: SavedSnapshot, tables: Mapping[str, TableRepair]) -> None:
     """Names rows by their keys: the slots of a table may have different ones."""
     for name, table in tables.items():
-        for slot, rows in table.rows_of.items():
-            table.rows_of[slot] = torch.from_numpy(snapshot.tables[name].keys(slot)[rows.numpy()])
+        for slot in table.slots:
+            if (rows := table.rows_of.get(slot.tensor)) is not None:
+                keys = snapshot.tables[name].keys(slot.name)[rows.numpy()]
+                table.rows_of[slot.tensor] = torch.from_numpy(keys)
 
 
 def _restored(
     opened: Opened, report: AuditReport, tables: Mapping[str, TableRepair], max_magnitude: float
 ) -> list[Restored]:
     """What checksums bring back, of slots in which they bring back all; these rows stay as they are."""
-    damaged = {(one.table, one.slot) for one in report.findings if one.kind == "checksum"}
+    damaged = {one.key for one in report.findings if one.kind == "checksum"}
     found: list[Restored] = []
     for slot in opened.arrangement.slots:
         table = tables.get(slot.table)
-        if table is None or (slot.table, slot.name) not in damaged or slot.name not in table.rows_of:
+        if table is None or slot.tensor.key not in damaged or slot.tensor not in table.rows_of:
             continue
-        rows = table.rows_of[slot.name]
+        rows = table.rows_of[slot.tensor]
         values = list(restored_values(slot, rows, limit_of(slot, max_magnitude)))
         those = [one for one in values if one is not None]
         if len(those) == len(values):
             found += those
-            table.rows_of[slot.name] = rows[~torch.isin(rows, torch.tensor([one.row for one in those]))]
+            table.rows_of[slot.tensor] = rows[~torch.isin(rows, torch.tensor([one.row for one in those]))]
     return found
 
 
 def _refused(
     findings: Sequence[Finding], tables: Mapping[str, TableRepair], restored: Sequence[Restored]
 ) -> Iterator[str]:
-    known_again = {(one.slot.table, one.slot.name) for one in restored}
+    known_again = {one.slot.tensor.key for one in restored}
     for finding in findings:
-        if finding.kind == "checksum" and (finding.table, finding.slot) in known_again:
+        if finding.kind == "checksum" and finding.key in known_again:
             continue
-        table = tables.get(finding.table)
         if finding.kind in ("missing_slot", "empty_state"):
             yield f"{finding}; see backfill_optimizer_state"
         elif finding.kind not in (*_VALUES, "missing_keys"):
             yield f"{finding}; what it was is not known: use another checkpoint"
-        elif table is not None and finding.kind in _VALUES:
-            known = [*([table.weight] if table.weight else []), *table.states]
-            if finding.slot not in {slot.name for slot in known}:
-                yield f"{finding}; what a new row has in {finding.slot!r} is not known"
+        elif finding.kind in _VALUES and finding.key not in {
+            slot.tensor.key for slot in tables[finding.table].slots
+        }:
+            yield f"{finding}; what a new row has in {finding.slot!r} is not known"
 
 
 def _unlinked(opened: Opened, tables: Mapping[str, TableRepair]) -> Iterator[str]:
@@ -250,7 +296,7 @@ def _unlinked(opened: Opened, tables: Mapping[str, TableRepair]) -> Iterator[str
     numbered = sorted({slot.table for slot in opened.arrangement.slots if slot.table.endswith("]")})
     for name, table in tables.items():
         weight = table.weight
-        if weight is None or weight.name not in table.rows_of:
+        if weight is None or weight.tensor not in table.rows_of:
             continue
         if others := [one.name for one in table.others if one.tensor.rows > 1]:
             yield f"{name}: its {weight.name} is damaged, and what a new row has in {others} is not known"
@@ -263,38 +309,41 @@ def _unlinked(opened: Opened, tables: Mapping[str, TableRepair]) -> Iterator[str
 
 def _anew(table: TableRepair) -> dict[str, torch.Tensor]:
     """By slot, the rows that start anew."""
-    slots = [*([table.weight] if table.weight else []), *table.states]
-    return {slot.name: rows for slot in slots if len(rows := table.anew(slot))}
+    return {slot.name: rows for slot in table.slots if len(rows := table.anew(slot))}
 
 
 def _changes(tables: Mapping[str, TableRepair]) -> Iterator[tuple[Slot, torch.Tensor, float]]:
     for table in tables.values():
-        rows = _anew(table)
-        for slot in [*([table.weight] if table.weight else []), *table.states]:
-            if slot.name in rows:
-                yield slot, rows[slot.name], slot.initial or 0.0
+        for slot in table.slots:
+            if len(rows := table.anew(slot)):
+                yield slot, rows, slot.initial or 0.0
 
 
 def _told(
     opened: Opened, tables: Mapping[str, TableRepair], report: AuditReport, restored: Sequence[Restored]
 ) -> Iterator[Repaired]:
-    by_name: dict[tuple[str, str], Slot] = {
-        (slot.table, slot.name): slot for slot in opened.arrangement.slots
-    }
     for name, table in tables.items():
-        for slot_name, rows in _anew(table).items():
-            slot = by_name[name, slot_name]
+        for slot in table.slots:
+            if not len(rows := table.anew(slot)):
+                continue
+            start = "drawn anew" if _is_drawn(opened, name) else "ZERO"
             if slot.role == "state":
                 start = f"at the initial value {slot.initial:g}"
-            else:
-                start = "drawn anew" if opened.snapshot is not None else "ZERO"
-            yield Repaired(name, slot_name, len(rows), tuple(rows[:EXAMPLES].tolist()), start)
+            some = tuple(rows[:EXAMPLES].tolist())
+            yield Repaired(name, slot.name, len(rows), some, start, slot.tensor.key)
     for one in restored:
         where = [one.row] if one.slot.keys is None else values_at(one.slot.keys, [one.row])
         start = f"as saved: the checksum tells that it was {one.value:g}"
-        yield Repaired(one.slot.table, one.slot.name, 1, tuple(where), start)
+        yield Repaired(one.slot.table, one.slot.name, 1, tuple(where), start, one.slot.tensor.key)
     for finding in report.findings:
         if finding.kind == "missing_keys":
-            yield Repaired(
-                finding.table, finding.slot, finding.count, finding.rows, "added, with initial values"
-            )
+            drawn = finding.slot != WEIGHT or _is_drawn(opened, finding.table)
+            start = "added, with initial values" if drawn else "added, as ZERO"
+            yield Repaired(finding.table, finding.slot, finding.count, finding.rows, start)
+
+
+def _is_drawn(opened: Opened, table: str) -> bool:
+    """Whether it is known what rows of a table hold at first."""
+    if opened.snapshot is None:
+        return False
+    return not isinstance(opened.snapshot.tables[table].table.initializer, ByFunction)

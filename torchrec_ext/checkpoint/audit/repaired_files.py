@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +16,9 @@ from torchrec_ext.checkpoint.audit.reading.dcp import DcpPart
 from torchrec_ext.checkpoint.audit.reading.tensors import Part, Record, StoredTensor
 from torchrec_ext.checkpoint.audit.restore import Restored
 from torchrec_ext.errors import CheckpointError
-from torchrec_ext.files import sync
+from torchrec_ext.files import open_plain, sync
+
+_PIECE_BYTES = 4 << 20
 
 
 def write_rows(
@@ -29,7 +32,7 @@ def write_rows(
 
     Args:
         source: the checkpoint, a file or a directory.
-        copy: where to.
+        copy: where to; a directory has to be there.
         changes: slots, their rows, int64 ``[n]``, and the value that these have then.
         restored: values that are put back.
         archive: the file's; None: a directory of DCP.
@@ -69,14 +72,29 @@ def write_rows(
         holder.set_checksum(record, target)
     for target in {target for target, _ in touched}:
         sync(target)
+    for original in reversed(_content(source)):
+        shutil.copymode(original, copy / original.relative_to(source))
 
 
 def _copy(source: Path, copy: Path) -> None:
-    if source.is_file():
-        shutil.copyfile(source, copy)
-        return
-    for file in source.rglob("*"):
+    for file in _content(source):
+        target = copy / file.relative_to(source)
+        if file.is_dir():
+            target.mkdir(mode=0o700)
+            continue
+        # Until it is done, nobody else reads what perhaps only its owner may read.
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open_plain(file, follow=True) as original, open(descriptor, "wb") as opened:
+            shutil.copyfileobj(original, opened, _PIECE_BYTES)
+
+
+def _content(source: Path) -> list[Path]:
+    """All files and directories of a checkpoint, or the file that it is."""
+    if not source.is_dir():
+        return [source]
+    content = sorted(source.rglob("*"))
+    for file in content:
         # A link would have the copy hold, or worse, change what is elsewhere.
         if not file.resolve().is_relative_to(source.resolve()):
             raise CheckpointError(f"{file} leads out of the checkpoint: it was not copied")
-    shutil.copytree(source, copy, copy_function=shutil.copyfile)
+    return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -12,9 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_ext.checkpoint.audit.restore import Restored
-from torchrec_ext.store.saved import WEIGHT, SavedSnapshot, SavedTable, slot_keys_name, slot_name
+from torchrec_ext.store.saved import (
+    MANIFEST_NAME,
+    WEIGHT,
+    SavedSnapshot,
+    SavedTable,
+    slot_keys_name,
+    slot_name,
+)
 from torchrec_ext.store.saving import Pieces, SnapshotWriter
-from torchrec_ext.store.tables import DenseTable
+from torchrec_ext.store.tables import ByFunction, DenseTable
 
 Array = NDArray[Any]
 
@@ -31,7 +39,7 @@ def write_snapshot(
 
     Args:
         snapshot: what to copy.
-        path: where to.
+        path: where to, an empty directory.
         anew: by table and slot, the keys that start anew, int64 ``[n]``.
         restored: values that are put back.
 
@@ -51,15 +59,20 @@ def write_snapshot(
                     array = arrays[WEIGHT if one.slot.name == WEIGHT else slot_name(one.slot.name)]
                     array.reshape(-1)[one.element] = one.value
             writer.add(table.table, table.optimizer, _with_all_keys(table, arrays, snapshot.step))
+    for file in path.iterdir():
+        shutil.copymode(snapshot.path / MANIFEST_NAME, file)
 
 
 def _initial(table: SavedTable, slot: str, keys: Array) -> Array:
-    """The initial rows of keys, float32 ``[n, columns]``."""
+    """The initial rows of keys, float32 ``[n, columns]``; zeros where they are not known."""
+    dim, initializer = table.table.dim, table.table.initializer
     if slot == WEIGHT:
-        rows: Array = table.table.initializer.rows(torch.from_numpy(keys), table.table.dim).numpy()
+        if isinstance(initializer, ByFunction):
+            return np.zeros((len(keys), dim), np.float32)
+        rows: Array = initializer.rows(torch.from_numpy(keys), dim).numpy()
         return rows
     (kind,) = [one for one in table.optimizer.slots if one.name == slot]
-    columns = kind.columns(table.table.dim)
+    columns = kind.columns(dim)
     return np.full((len(keys), columns), table.optimizer.initial(kind), np.float32)
 
 

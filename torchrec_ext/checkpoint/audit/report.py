@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ _EXPLAINED: dict[Kind, str] = {
     "absurd": "finite, but larger than any that training makes",
     "negative": "negative, where none can be",
     "missing_keys": "missing that the table should have",
+    "extra_keys": "there that the table cannot have",
 }
 
 
@@ -48,6 +50,8 @@ class Finding:
         message: details, for a reader.
         keyed: whether ``rows`` are keys, as they are in tables that have such.
         values: the value of each of ``rows``, or the first wrong one in it.
+        key: the name of the tensor in the checkpoint, which tells apart what has one table and slot; empty
+            if it is about none, or about several.
     """
 
     table: str
@@ -58,9 +62,10 @@ class Finding:
     message: str = ""
     keyed: bool = False
     values: tuple[float, ...] = ()
+    key: str = ""
 
     def __str__(self) -> str:
-        counted = _counted(self.count, "key" if self.kind == "missing_keys" else "value")
+        counted = _counted(self.count, "key" if self.kind.endswith("_keys") else "value")
         what = self.message or f"{counted} {_EXPLAINED.get(self.kind, self.kind)}"
         where = ""
         if self.rows:
@@ -69,7 +74,7 @@ class Finding:
                 named = [f"{row} ({value:g})" for row, value in zip(named, self.values, strict=True)]
             more = ", ..." if self.count > len(named) and self.kind != "checksum" else ""
             where = f": {'key' if self.keyed else 'row'} {', '.join(named)}{more}"
-        return f"{self.table} {self.slot}: {what}{where}"
+        return printable(f"{self.table} {self.slot}: {what}{where}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Note:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.table}: {self.message}"
+        return printable(f"{self.table}: {self.message}")
 
 
 @dataclass(frozen=True)
@@ -135,21 +140,46 @@ class AuditReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.findings
+        """Whether something was audited, and nothing is wrong with it."""
+        return bool(self.slots) and not self.findings
 
     def to_json(self) -> str:
         """The report as a JSON object."""
-        return json.dumps({"clean": self.clean, **_finite(asdict(self))}, indent=2, allow_nan=False)
+        return as_json({"clean": self.clean, **asdict(self)})
 
     def __str__(self) -> str:
-        lines = [self.source, *_columns(self.slots), ""]
+        lines = [printable(self.source), *_columns(self.slots), ""]
         lines += [f"NOTE     {note}" for note in self.notes]
-        lines += [f"FINDING  {finding}" for finding in self.findings]
+        several = self.several()
+        lines += [f"FINDING  {named(finding, finding.key, several)}" for finding in self.findings]
         checked = "checksums compared" if self.checksums else "there are no checksums to compare"
-        found = _counted(len(self.findings), "finding") if self.findings else "clean"
+        found = "clean" if self.clean else "nothing audited"
+        if self.findings:
+            found = _counted(len(self.findings), "finding")
         lines.append(f"{found}; {_counted(len(self.slots), 'tensor')}; {checked}")
         return "\n".join(lines)
+
+    def several(self) -> frozenset[str]:
+        """The keys of tensors that have table and slot in common with another one."""
+        taken = Counter((slot.table, slot.slot) for slot in self.slots)
+        return frozenset(slot.key for slot in self.slots if taken[slot.table, slot.slot] > 1)
+
+
+def named(what: object, key: str, several: Iterable[str]) -> str:
+    """What is said of a tensor, with its key if it is one of several."""
+    return f"{what} [{printable(key)}]" if key in several else str(what)
+
+
+def printable(text: str) -> str:
+    """A text in which what a terminal could take for a command is escaped: names come from checkpoints."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
+    )
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """A JSON object, of which numbers that JSON does not have are strings."""
+    return json.dumps(_finite(content), indent=2, allow_nan=False)
 
 
 def _counted(count: int, what: str) -> str:
@@ -162,8 +192,8 @@ _HEADINGS = ("table", "slot", "dtype", "rows", "missing", "non-finite", "absurd"
 def _columns(slots: Sequence[SlotAudit]) -> list[str]:
     cells = [_HEADINGS] + [
         (
-            slot.table,
-            slot.slot,
+            printable(slot.table),
+            printable(slot.slot),
             slot.dtype,
             str(slot.rows),
             *(str(count or "") for count in (slot.missing, slot.non_finite, slot.absurd, slot.negative)),

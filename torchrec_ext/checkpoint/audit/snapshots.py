@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchrec_ext.checkpoint.audit.arrange import SQUARES, Arrangement, Slot
-from torchrec_ext.checkpoint.audit.ids import values_of
+from torchrec_ext.checkpoint.audit.ids import Ints, values_of
 from torchrec_ext.checkpoint.audit.reading.tensors import (
     LiveTensor,
     Part,
@@ -18,7 +18,7 @@ from torchrec_ext.checkpoint.audit.reading.tensors import (
     StoredTensor,
     TensorEntry,
 )
-from torchrec_ext.checkpoint.audit.report import EXAMPLES, Finding
+from torchrec_ext.checkpoint.audit.report import EXAMPLES, Finding, Kind
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.saved import WEIGHT, SavedSnapshot, SavedTable, slot_keys_name, slot_name
 from torchrec_ext.store.snapshots import StoreSnapshot
@@ -43,36 +43,36 @@ def arrange_live(snapshot: StoreSnapshot) -> Arrangement:
     return found
 
 
-def key_findings(slots: Sequence[Slot]) -> dict[tuple[str, str], Finding]:
-    """By table and slot, which keys it should have and has not.
+def key_findings(slots: Sequence[Slot]) -> Iterator[Finding]:
+    """Which keys slots should have and have not, and which they cannot have.
 
     A dense table should have all keys of its range, another one those that any of its slots has. Where all
-    have the same keys, nothing is read. Otherwise the keys of all slots of one table are held.
+    slots of such a one have the same keys, nothing is read. Otherwise those of all slots of a table are held.
     """
     tables: dict[str, list[Slot]] = {}
     for slot in slots:
         if slot.keys is not None:
             tables.setdefault(slot.table, []).append(slot)
-    found = {}
     for name, those in tables.items():
-        lengths = {slot.keys.rows for slot in those if slot.keys}
         dense = next((slot.dense for slot in those if slot.dense is not None), None)
         alike = len({slot.keys.key for slot in those if slot.keys}) == 1
-        if alike and (dense is None or lengths == {dense.num_rows}):
+        if alike and dense is None:
             continue
-        keys = {slot.name: np.unique(values_of(slot.keys.parts)) for slot in those if slot.keys}
+        read = {slot.keys.key: np.unique(values_of(slot.keys.parts)) for slot in those if slot.keys}
+        keys = {slot.name: read[slot.keys.key] for slot in those if slot.keys}
         if dense is None:
             wanted = reduce(np.union1d, keys.values())
         else:
             wanted = np.arange(dense.first_key, dense.first_key + dense.num_rows)
         for of_slot, own in keys.items():
-            missing = np.setdiff1d(wanted, own, assume_unique=True)
-            if missing.size:
-                examples = tuple(missing[:EXAMPLES].tolist())
-                found[name, of_slot] = Finding(
-                    name, of_slot, "missing_keys", int(missing.size), examples, keyed=True
-                )
-    return found
+            kinds: dict[Kind, Ints] = {
+                "missing_keys": np.setdiff1d(wanted, own, assume_unique=True),
+                "extra_keys": np.setdiff1d(own, wanted, assume_unique=True),
+            }
+            for kind, those_keys in kinds.items():
+                if those_keys.size:
+                    examples = tuple(those_keys[:EXAMPLES].tolist())
+                    yield Finding(name, of_slot, kind, int(those_keys.size), examples, keyed=True)
 
 
 def _slots(table: Table, optimizer: StoreOptimizer, arrays: Mapping[str, TensorEntry]) -> Iterator[Slot]:
@@ -108,7 +108,7 @@ def _stored(table: SavedTable, name: str) -> TensorEntry:
     # Its header is not parsed: the checksum is of it, too.
     stride = torch.empty(file.shape, device="meta").stride()
     offset = file.nbytes - math.prod(file.shape) * dtype.itemsize
-    record = Record(table.directory / file.file, 0, file.nbytes, file.crc32)
+    record = Record(table.directory / file.file, 0, file.nbytes, file.crc32, follow=False)
     source = StoredTensor(record, dtype, file.shape, stride, offset)
     part = Part((0,) * len(file.shape), file.shape, source)
     return TensorEntry(f"{table.table.name}.{name}", file.shape, dtype, [part])

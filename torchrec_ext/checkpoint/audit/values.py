@@ -12,6 +12,9 @@ from torchrec_ext.checkpoint.audit.report import EXAMPLES, Kind
 MAX_MAGNITUDE = 2.0**32
 """Larger weights and gradients are absurd: float32 has steps of 512 there. Squares are above its square."""
 
+# Types that have neither NaN nor infinity; and torch does not compute with them.
+_FINITE = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
+
 OnRows = Callable[[Kind, torch.Tensor], None]
 
 
@@ -42,7 +45,7 @@ class ValueChecks:
         """Looks at rows ``[n, ...]``, of which ``first_row`` is the first one's number."""
         if values.is_complex():
             values = torch.view_as_real(values)
-        if not values.is_floating_point() or not values.numel():
+        if not values.is_floating_point() or not values.numel() or values.dtype in _FINITE:
             return
         if values.dtype.itemsize < 4:
             values = values.float()

@@ -25,6 +25,7 @@ from torchrec_ext.store.flight.shares import (
 )
 from torchrec_ext.store.flight.written import WrittenRows
 from torchrec_ext.store.forks import when_forked
+from torchrec_ext.store.init_fns import InitFn, InitFns, with_initial_rows
 from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, check_room, fit_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
 from torchrec_ext.store.snapshots import StoreSnapshot
@@ -317,13 +318,28 @@ class RemoteStore(Store):
         self.drain()
         args = {"tables": None if tables is None else list(tables)}
         answers = self._servers.ask("snapshot", (args, ()), retry=True, timeout=self._bulk_timeout)
+        if len(answers) > 1:
+            clocks = self._servers.ask("describe", ({}, ()), retry=True)
+            if any(a.content["clock"] != b.content["clock"] for a, b in zip(answers, clocks, strict=True)):
+                logger.warning(
+                    "it was changed while its servers' parts of a snapshot were taken: these are not of "
+                    "one moment; let nobody write meanwhile"
+                )
         return join_snapshots([wire.snapshot_from_message(a.content, a.tensors) for a in answers])
 
-    def restore(self, snapshot: StoreSnapshot, on_mismatch: OnMismatch = "initialize") -> RestoreReport:
-        """See ``Store``; what dense tables lack gets their initializers' values."""
+    def restore(
+        self,
+        snapshot: StoreSnapshot,
+        on_mismatch: OnMismatch = "initialize",
+        *,
+        init_fns: Mapping[str, InitFn] | None = None,
+    ) -> RestoreReport:
+        """See ``Store``; rows that a function fills are made here."""
         self.drain()
         # Here, so that no server does its part when another one would refuse.
         fitted, report = fit_snapshot(snapshot, self._describe(), on_mismatch)
+        needed = InitFns().to_restore(fitted, init_fns or {})
+        fitted = with_initial_rows(fitted, needed, lambda _, shape: torch.empty(shape))
         shares = split_snapshot(fitted, len(self.urls))
         for share in shares:
             for part in share.tables.values():

@@ -8,10 +8,9 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +24,7 @@ from torchrec_ext.store.flight.shares import Share, other_share
 from torchrec_ext.store.local import LocalStore
 from torchrec_ext.store.optimizers import optimizer_from_json
 from torchrec_ext.store.store import Rows
-from torchrec_ext.store.tables import DenseTable, Table, fill_initial_rows, table_from_json, table_to_json
+from torchrec_ext.store.tables import table_from_json, table_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +202,7 @@ class _Requests:
             made = self._store.create_tables(
                 tables,
                 optimizer_from_json(args["optimizer"]),
-                init_fns=_init_fns(share, tables),
+                key_of=share.keys,
             )
         return {"made": made}, ()
 
@@ -287,9 +286,7 @@ class _Requests:
         }
         with self._changing:
             # What is missing, and what to do about it, the client has found out for all servers.
-            self._store.restore(
-                replace(snapshot, tables=parts), init_fns=_init_fns(share, self._store.tables.values())
-            )
+            self._store.restore(replace(snapshot, tables=parts), key_of=share.keys)
         return {}, ()
 
     def _keys_and_counts(
@@ -341,15 +338,6 @@ class _KeptShare:
             raise StoreError(other_share(there, share))
         self._kept.copy_(torch.tensor([share.index, share.count]))
         return share
-
-
-def _init_fns(share: Share, tables: Iterable[Table]) -> dict[str, Callable[[torch.Tensor], None]]:
-    """What fills dense tables whose keys are not those that the store has them under."""
-    return {
-        table.name: partial(fill_initial_rows, table, key_of=partial(share.keys, table))
-        for table in tables
-        if isinstance(table, DenseTable) and share.count > 1
-    }
 
 
 def _is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ from torchrec_ext.store.snapshots import StoreSnapshot, TableSnapshot
 from torchrec_ext.store.tables import table_from_json, table_to_json
 
 # To be raised by whoever changes what is sent; both sides refuse another one.
-PROTOCOL = 2
+PROTOCOL = 3
 
 # The action that tells who a server is; it must mean the same in all versions of the protocol.
 HELLO = "hello"

@@ -16,6 +16,7 @@ import sys
 import warnings
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -28,6 +29,10 @@ ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22x2H")  # signature, lengths of the name and of the extra field
 _CENTRAL_HEADER = struct.Struct("<4s24x3H12x")  # signature, lengths of name, extra field and comment
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_ENCRYPTED = 0x61  # or patched, in the flags of a record
+_DIRECTORY = 0x10  # in its attributes
+_NUMBER = re.compile(r"[0-9]{1,20}")
+_LOWEST_ADDRESS = 1 << 16
 _SMALL = 1 << 20
 _NAMED_CLASS = re.compile(r"(?:Unsupported (?:global|class)[^:]*: (?:GLOBAL )?|Can only[^`']*[`'])([\w.]+)")
 
@@ -115,26 +120,29 @@ class Archive:
         self._checksums: dict[int, int] = {}
         with zipfile.ZipFile(view) as archive:
             infos, central = archive.infolist(), archive.start_dir
+        _check_names([info.filename for info in infos])
         checked = any(info.CRC for info in infos if info.file_size)
         for info in infos:
             view.seek(central)
             magic, *lengths = _CENTRAL_HEADER.unpack(view.read(_CENTRAL_HEADER.size))
             view.seek(info.header_offset)
             local_magic, *local = _LOCAL_HEADER.unpack(view.read(_LOCAL_HEADER.size))
-            if (magic, local_magic) != (b"PK\x01\x02", ZIP_MAGIC) or info.compress_type != zipfile.ZIP_STORED:
+            # Others, torch.load takes for something else: of a directory it gives what was in memory.
+            plain = not (info.compress_type or info.flag_bits & _ENCRYPTED or info.external_attr & _DIRECTORY)
+            if (magic, local_magic) != (b"PK\x01\x02", ZIP_MAGIC) or not plain:
                 raise ValueError(f"its record {info.filename} is not one that torch.save writes")
             start = info.header_offset + _LOCAL_HEADER.size + sum(local)
             if start + info.file_size > central and info.file_size:
                 raise ValueError(f"its record {info.filename} is cut short")
             crc32 = info.CRC if checked else None
             record = Record(self.path, self.start + start, info.file_size, crc32)
-            if info.file_size:
+            if "/data/" not in info.filename:
+                self._check_structure(view, info, record, start)
+            elif info.file_size:
                 # torch counts from the archive's first byte.
                 self._records[start] = record
                 self._checksums[record.start] = self.start + central + 16
             central += _CENTRAL_HEADER.size + sum(lengths)
-            if "/data/" not in info.filename:
-                self._check_structure(view, info, record, start)
 
     def _check_structure(self, view: _View, info: zipfile.ZipInfo, record: Record, start: int) -> None:
         if info.file_size > _SMALL:
@@ -150,6 +158,19 @@ class Archive:
     def _damaged(self, what: str) -> DamagedPart:
         where = f" at byte {self.start}" if self.start else ""
         return DamagedPart("unreadable", f"{self.path}{where} {what}")
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raises a ``ValueError`` if torch would not find each storage's record by its name."""
+    if len(set(names)) < len(names):
+        raise ValueError("it has two records of one name")
+    storages = [name.rpartition("/data/")[2] for name in names if "/data/" in name]
+    if not all(map(_NUMBER.fullmatch, storages)):
+        raise ValueError("it has records that torch.save does not write")
+    numbers = sorted(map(int, storages))
+    # Before torch 1.9 they were addresses.
+    if numbers != list(range(len(numbers))) and numbers[0] < _LOWEST_ADDRESS:
+        raise ValueError("its storages are not numbered from 0")
 
 
 def load_in_memory(path: Path) -> Any:

@@ -151,7 +151,11 @@ class DcpCheckpoint:
     def _tree(self) -> dict[Any, Any]:
         tree: dict[Any, Any] = {}
         for key, kind in self._kinds.items():
-            *outer, last = self._paths.get(key, (key,))
+            path = self._paths.get(key, () if self._paths else (key,))
+            if ".".join(map(str, path)) != key:  # as DCP names what it flattens
+                tree[key] = NotRead("the names that it was saved under contradict each other", damaged=True)
+                continue
+            *outer, last = path
             node = tree
             for name in outer:
                 node = node.setdefault(name, {})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import torch
 
 from torchrec_ext.errors import CheckpointError
+from torchrec_ext.files import open_plain
 
 PIECE_BYTES = 4 << 20
 
@@ -42,22 +45,24 @@ class Record:
         start: where in it they begin.
         nbytes: how many there are.
         crc32: their CRC-32 when they were saved; None: nobody wrote it down.
+        follow: whether the file may be a symbolic link.
     """
 
     path: Path
     start: int
     nbytes: int
     crc32: int | None
+    follow: bool = True
     _found: int | None = field(default=None, init=False, repr=False)
 
-    def open(self) -> BinaryIO:
+    def open(self) -> io.FileIO:
         """The file, at the record's first byte.
 
         Raises:
             DamagedPart: it is missing, or too short.
         """
         try:
-            file = self.path.open("rb", buffering=0)
+            file = open_plain(self.path, follow=self.follow)
             size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DamagedPart("unreadable", f"{self.path}: {error.strerror}") from error
@@ -101,7 +106,7 @@ class Record:
         )
 
 
-def fill(file: BinaryIO, buffer: memoryview, path: Path) -> None:
+def fill(file: io.FileIO, buffer: memoryview, path: Path) -> None:
     """Reads as many bytes as fit into a buffer.
 
     Raises:
@@ -110,7 +115,7 @@ def fill(file: BinaryIO, buffer: memoryview, path: Path) -> None:
     done = 0
     while done < len(buffer):
         try:
-            count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+            count = file.readinto(buffer[done:])
         except OSError as error:
             raise DamagedPart("unreadable", f"{path}: {error.strerror}") from error
         if not count:
@@ -165,7 +170,7 @@ class StoredTensor:
         if not self.nbytes:
             return
         if not self.contiguous:
-            yield from self._at_once()
+            yield from self._mapped()
             return
         # Else others lie in the same record, and it is compared once for all of them.
         whole = self.record.nbytes == self.offset + self.nbytes and self.offset <= PIECE_BYTES
@@ -197,13 +202,15 @@ class StoredTensor:
             fill(file, buffer, self.record.path)
         return torch.frombuffer(buffer, dtype=self.dtype)
 
-    def _at_once(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Of a tensor that is laid out in another order, which takes its storage at once."""
-        buffer = memoryview(bytearray(self.record.nbytes))
+    def _mapped(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of a tensor that is laid out in another order: its storage is mapped."""
         with self.record.open() as file:
-            fill(file, buffer, self.record.path)
-        elements = torch.frombuffer(buffer[self.offset :], dtype=self.dtype, count=self._span())
-        yield 0, elements.as_strided(self.size, self.stride)
+            # The system takes pages of it back as it needs to. Nothing writes to the copy.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        elements = torch.frombuffer(
+            mapped, dtype=self.dtype, count=self._span(), offset=self.record.start + self.offset
+        )
+        yield from row_pieces(elements.as_strided(self.size, self.stride))
         self.record.verify()
 
     def _span(self) -> int:
@@ -218,13 +225,31 @@ class LiveTensor:
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """See ``StoredTensor.pieces``."""
-        values = self.tensor.detach()
-        if not values.numel():
-            return
-        values = values.unsqueeze(0) if values.dim() == 0 else values
-        step = max(1, PIECE_BYTES // max(1, values[:1].nbytes))
-        for start in range(0, len(values), step):
-            yield start, values[start : start + step].cpu()
+        for start, values in row_pieces(self.tensor.detach()):
+            yield start, values.cpu().resolve_conj().resolve_neg()
+
+
+def row_pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """A tensor piece by piece: first row and values ``[n, ...]``; of a wide row ``[1, ...]``, several.
+
+    Values that several rows or columns share, as an expanded tensor's do, are there once: it may stand for
+    more values than fit into memory.
+    """
+    if not tensor.numel():
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    row_bytes = tensor[:1].nbytes
+    if row_bytes > PIECE_BYTES:
+        for number, row in enumerate(tensor):
+            for _, piece in row_pieces(row):
+                yield number, piece.unsqueeze(0)
+        return
+    step = PIECE_BYTES // row_bytes
+    for start in range(0, len(tensor), step):
+        yield start, tensor[start : start + step]
 
 
 @dataclass(frozen=True)
@@ -271,7 +296,7 @@ class Part:
             yield self.first_row + start, values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorEntry:
     """A tensor of a checkpoint.
 

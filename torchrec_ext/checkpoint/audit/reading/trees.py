@@ -52,8 +52,9 @@ def entries_of(value: Any, path: Path = (), archive: Archive | None = None) -> A
 
 
 def _tensor(key: str, tensor: torch.Tensor, archive: Archive | None) -> TensorEntry | NotRead:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return NotRead(f"it is a {tensor.layout} tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+        return NotRead(f"it is a {what} tensor")
     size = tuple(tensor.size())
     part = Part((0,) * len(size), size, _place(tensor, archive))
     return TensorEntry(key, size, tensor.dtype, [part])

@@ -1,0 +1,57 @@
+"""What a checkpoint keeps of a dumper: where it stands in its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from torchrec_ext.delta.commit import Committer
+from torchrec_ext.delta.cut import NO_KEYS
+from torchrec_ext.delta.following import Followers
+from torchrec_ext.delta.keys import Keys
+from torchrec_ext.delta.position import LogPosition, merged
+from torchrec_ext.delta.tracker import Tracker
+from torchrec_ext.ranks import gather, on_every_rank
+
+
+def current_position(
+    base: LogPosition,
+    run_id: str,
+    committer: Committer,
+    followers: Followers,
+    trackers: Mapping[str, Tracker],
+) -> LogPosition:
+    """Where a dumper stands whose writer has nothing to do; all ranks ask together.
+
+    Args:
+        base: where it stood when training resumed.
+        run_id: of its run.
+        committer: of this rank.
+        followers: of the tables' modules and stores.
+        trackers: of this rank.
+
+    Raises:
+        CorruptTableError: a table of this rank contradicts itself.
+    """
+    dump = committer.last_committed
+    last = base if dump is None else LogPosition(dump, run_id)
+    if last.dump is None:
+        return last
+    unsaid = on_every_rank(committer.group, lambda: _unsaid(committer, followers, trackers))
+    return replace(last, unsaid=merged(gather(committer.group, unsaid)))
+
+
+def _unsaid(committer: Committer, followers: Followers, trackers: Mapping[str, Tracker]) -> dict[str, Keys]:
+    """The keys of this rank of which the next dump would say anything, by table."""
+    try:
+        followers.pause()
+        diffs = [(tracker.table.fqn, tracker.compare()) for tracker in trackers.values()]
+    finally:
+        followers.resume()
+    kept = committer.uncommitted_keys()
+    return merged(
+        [{fqn: np.concatenate([diff.upsert_keys, diff.delete_keys])} for fqn, diff in diffs]
+        + [{fqn: kept.get(fqn, NO_KEYS)} for fqn, _ in diffs]
+    )
