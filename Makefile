@@ -1,16 +1,17 @@
 # Every target first makes the environment in .venv; once it stands, nothing is installed again until
-# requirements/cpu.txt or pyproject.toml changes.
+# requirements/cpu.txt or pyproject.toml changes. The documentation has its own, in .venv-docs.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 FEAST := .venv-feast
+DOCS := .venv-docs
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-recstore test test-feast bench lint typecheck wheel clean
+.PHONY: help demo demo-recstore test test-feast bench lint typecheck wheel docs clean
 
 help: ## Print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,9 +51,12 @@ wheel: $(READY) ## Build the wheel, and check that its reading side works withou
 	build/wheel-venv/bin/torchrec-ext --help >/dev/null
 	cd build/wheel-venv/lib/python*/site-packages/torchrec_ext && test -f py.typed && test -f report/assets/page.js
 
-clean: ## Remove build outputs and caches; keeps .venv and what was measured or dumped
+docs: $(DOCS)/.installed ## Build the documentation site in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+clean: ## Remove build outputs and caches; keeps environments and what was measured or dumped
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # Why in these steps: see requirements/cpu.txt. Where pip's index offers a CUDA build of torch only,
 # name an index that has the CPU build in PIP_EXTRA_INDEX_URL to save some gigabytes; both work.
@@ -69,4 +73,9 @@ $(FEAST)/.installed: requirements/feast.txt pyproject.toml
 	$(PYTHON) -m venv $(FEAST)
 	$(FEAST)/bin/pip install --quiet --no-deps --requirement requirements/feast.txt
 	$(FEAST)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(DOCS)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --no-deps --requirement requirements/docs.txt
 	touch $@

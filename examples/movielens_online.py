@@ -7,8 +7,9 @@ Run it in two processes; it takes seconds on two CPU cores:
 A recommender learns from 100,000 ratings in the order in which people gave them. Its two tables
 are zero-collision hash (ZCH) tables with far fewer rows than there are users and films: all along,
 ids are given a row, lose it to others, and come back to another one. Every few steps the rows that
-changed are dumped as Parquet, keyed by raw id. At the end every rank rebuilds the tables from the
-dumps alone and compares them with what the model says, for all ids and for some that never were.
+changed are dumped as Parquet, keyed by raw id, and published to a Redis by a process of its own. At
+the end every rank rebuilds the tables from the dumps alone, asks Redis as a service would, and compares
+both with what the model says, for all ids and for some that never were.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import movielens
 import numpy as np
+import serving
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,6 +46,7 @@ from tqdm import tqdm
 
 from torchrec_ext.checkpoint import reset_evicted_optimizer_state
 from torchrec_ext.delta import DeltaDumper, DeltaLog
+from torchrec_ext.publish import EmbeddingClient
 from torchrec_ext.zch import ZchEmbeddingBagCollectionSharder
 
 CPU = torch.device("cpu")
@@ -166,15 +170,25 @@ def report_learning(predictions: torch.Tensor) -> None:
     say(f"AUC on ratings to come: {auc[0]:.3f} in the first quarter, {auc[1]:.3f} in the last")
 
 
-def check(model: DistributedModelParallel, ratings: movielens.Ratings, deltas: Path) -> int:
-    """Compares what the dumps give with what the model says; returns how many ids differ."""
+def check(model: DistributedModelParallel, ratings: movielens.Ratings, deltas: Path, served: str) -> int:
+    """Compares what the dumps give, and what is served, with what the model says.
+
+    Args:
+        model: what was trained.
+        ratings: what it was trained on.
+        deltas: where it was dumped to.
+        served: where ``EmbeddingClient`` finds what was published.
+
+    Returns:
+        How many ids differ.
+    """
     log = DeltaLog(deltas)
     state = log.replay()
     last_vectors = replay_naively(log)
     extreme = torch.tensor([-(2**63), -1, 0, 2**62, 2**63 - 2])
     never_seen = torch.cat([extreme, torch.randint(2_000, 2**62, (245,))])
 
-    counts = torch.zeros(4, dtype=torch.int64)
+    counts = torch.zeros(5, dtype=torch.int64)
     for feature, table in TABLES.items():
         ids = torch.cat([getattr(ratings, feature).unique(), never_seen])
         expected = ask(model, feature, ids)
@@ -185,20 +199,22 @@ def check(model: DistributedModelParallel, ratings: movielens.Ratings, deltas: P
             [
                 len(ids),
                 num_different(replayed, expected),
+                num_different(look_up(served, table, ids), expected),
                 num_different(naive, expected[known]),
                 len(ids) - len(known),
             ]
         )
     dist.all_reduce(counts)
-    checked, wrong, stale, missing = counts.tolist()
+    checked, wrong, served_wrong, stale, missing = counts.tolist()
     dumps = log.dumps()
     say(
         f"{len(dumps)} dumps, the last one at the end, hold {sum(d.upserts for d in dumps):,} upserts and "
         f"{sum(d.deletes for d in dumps):,} deletes in {sum(d.nbytes for d in dumps):,} bytes of files"
     )
     say(f"checked {checked:,} ids on {dist.get_world_size()} ranks: {wrong:,} wrong")
+    say(f"EmbeddingClient({served!r}) answered the same ids: {served_wrong:,} wrong")
     say(f"(with each id's last vector instead: {stale:,} wrong, {missing:,} without an answer)")
-    return wrong
+    return wrong + served_wrong
 
 
 @torch.no_grad()
@@ -208,6 +224,12 @@ def ask(model: DistributedModelParallel, feature: str, ids: torch.Tensor) -> np.
     lengths = torch.tensor([int(key == feature) for key in FEATURES]).repeat_interleave(len(ids))
     vectors, _ = model.module.mc(KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=lengths))
     return vectors[feature].numpy()
+
+
+def look_up(served: str, table: str, ids: torch.Tensor) -> np.ndarray:
+    """What a service gets for each id, ``[n, DIM]``."""
+    with EmbeddingClient(served) as client:
+        return client.lookup(table, ids.numpy())
 
 
 def num_different(found: np.ndarray, expected: np.ndarray) -> int:
@@ -244,8 +266,15 @@ def run(args: argparse.Namespace) -> int:
 
     torch.manual_seed(0)
     model = shard(Recommender())
-    train(model, ratings, args.batch_size, deltas, args.interval_steps)
-    wrong = check(model, ratings, deltas)
+    if missing := serving.what_is_missing():
+        train(model, ratings, args.batch_size, deltas, args.interval_steps)
+        say(f"{missing}: the client reads the dumps themselves")
+        wrong = check(model, ratings, deltas, served=str(deltas))
+    else:
+        with serving.redis_server() as redis:
+            with serving.publisher(deltas, redis):
+                train(model, ratings, args.batch_size, deltas, args.interval_steps)
+            wrong = check(model, ratings, deltas, served=redis)
     say(f"the dumps are in {deltas}: DeltaLog({str(deltas)!r}).replay()")
     return 1 if wrong else 0
 
@@ -269,6 +298,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # TorchRec's uses of older torch
     for noisy in ("torchrec", "torch.fx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # What torchrun sends when another rank failed: Redis and the publisher are to end as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     dist.init_process_group("gloo")
     try:
         sys.exit(run(args))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tests.benchmarks.results import Measurement, Result
 from tests.support.models import Spec, Table, build, keyed, loss_of
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.places import LocalPlace
 from torchrec_ext.files import sync
 
 ROWS = 60_000
@@ -88,7 +89,8 @@ def run(quick: bool) -> Result:
 
 
 def _write_ours(path: Path, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-    with fmt.ParquetFileWriter(path, fmt.PART_SCHEMA) as file:
+    new = LocalPlace(path.parent).create("", path.name)
+    with fmt.ParquetFileWriter(new, fmt.PART_SCHEMA) as file:
         file.write(_part(keys, vectors))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,24 +14,52 @@ import numpy as np
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, run_script, script_of
+from tests.docs.shell import NOT_RUN, STANDS_FOR
+from tests.support.redis_servers import BINARY, RedisServer
 from torchrec_ext.delta import DeltaLog, verify_log
 from torchrec_ext.delta.storage import encode, rounded
 
 QUICK_START = "docs/quickstart.md"
+PACKAGES = {"redis": "redis", "deltalake": "deltalake", "write_report": "plotly"}
+"""What is needed, beyond what is always there, by pages with a word in their code."""
 # Those that find the files themselves; that of docs/scaling.md wants views, and tests/delta runs it.
 QUERIES = [block for page in PAGES for block in blocks_of(page, "sql") if "read_parquet" in block.text]
+DATA = [block for page in PAGES for block in blocks_of(page, "json", "toml")]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python", "sh")])
 def test_examples_run(page: str, tmp_path: Path) -> None:
-    if page == "docs/report.md":
-        pytest.importorskip("plotly", reason="the extra report is not installed")
-    if page == "docs/publish.md":
-        for extra in ("redis", "deltalake"):
-            pytest.importorskip(extra, reason=f"the extra {extra} is not installed")
-        if shutil.which("redis-server") is None:
-            pytest.skip("redis-server is not installed: apt-get install redis-server")
-    run_script(script_of(page), tmp_path)
+    text = "".join(block.text for block in blocks_of(page, "python", "sh"))
+    for word, package in PACKAGES.items():
+        if word in text:
+            pytest.importorskip(package, reason=f"{package}, an extra, is not installed")
+    if "redis" in text and BINARY is None:
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    needs_server = "redis://localhost" in text and "redis-server" not in text
+    with RedisServer(tmp_path) if needs_server else contextlib.nullcontext():
+        run_script(script_of(page), tmp_path)
+
+
+@pytest.mark.parametrize("block", DATA, ids=str)
+def test_data_can_be_read(block: Block) -> None:
+    if block.language == "json":
+        json.loads(block.text)
+    else:
+        pytest.importorskip("tomllib", reason="Python 3.11 reads TOML").loads(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_read_or_only_shows_what_is_printed(page: str) -> None:
+    blocks = blocks_of(page)
+    assert {block.language for block in blocks} <= {"python", "sh", "sql", "json", "toml", "text"}
+    # None is indented, or fenced in another way: those would not be found.
+    assert len(re.findall(r"^\s*(?:```|~~~)", (ROOT / page).read_text(), re.MULTILINE)) == 2 * len(blocks)
+
+
+def test_what_is_said_of_shell_blocks_is_needed() -> None:
+    shell = "".join(block.text for page in PAGES for block in blocks_of(page, "sh"))
+    assert [name for name in STANDS_FOR if name not in shell] == []
+    assert [name for name in NOT_RUN if not re.search(rf"^{name} ", shell, re.MULTILINE)] == []
 
 
 @pytest.fixture(scope="module")

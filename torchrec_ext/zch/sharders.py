@@ -56,8 +56,8 @@ class _ZchSharder(BaseManagedCollisionEmbeddingCollectionSharder[ModuleT]):
         """Returns the kernels the planner may choose from.
 
         Args:
-            sharding_type: one of :meth:`sharding_types`.
-            compute_device_type: as in :meth:`sharding_types`.
+            sharding_type: one of ``sharding_types``.
+            compute_device_type: as in ``sharding_types``.
 
         Returns:
             The fused kernel alone on CPU, elsewhere what TorchRec offers less what evictions break.
