@@ -51,19 +51,19 @@ def without_superseded(chain: Sequence[Manifest]) -> list[Manifest]:
 
 def branch_of(
     dump: Manifest, chain: Sequence[Manifest], strays: Sequence[Manifest]
-) -> tuple[list[Manifest], int]:
+) -> tuple[list[Manifest], int | None]:
     """The dumps beside a chain that lead up to one of them.
 
     Returns:
-        These, oldest first, and how many dumps of the chain come before them: none, if what they followed was
-        removed.
+        These, oldest first, and how many dumps of the chain come before them; None if nobody can tell any
+        more what did, as it was removed.
     """
     places = {manifest.dump: place for place, manifest in enumerate(chain, 1)}
     beside = {manifest.dump: manifest for manifest in strays}
     branch = [dump]
     while (before := branch[-1].previous) is not None and before in beside:
         branch.append(beside[before])
-    return branch[::-1], 0 if before is None else places.get(before, 0)
+    return branch[::-1], 0 if before is None else places.get(before)
 
 
 def void_dumps(chain: Sequence[Manifest]) -> set[DumpId]:
@@ -108,6 +108,9 @@ def _back_from(
     for place in range(len(backwards) - 1, -1, -1):
         if (start := backwards[place].dump) in bases:
             return [bases[start], *backwards[:place][::-1]]
+    # A dump that was in doubt, and is in a base by now: who names it in ``supersedes`` follows the one before.
+    if doubted := [void for void in backwards[-1].supersedes if void in bases and void > dump]:
+        return [bases[max(doubted)], *backwards[::-1]]
     raise _gap(backwards[-1].dump, dump)
 
 
@@ -131,6 +134,8 @@ def _check_left_behind(
             raise DeltaLogError(f"{dump.directory} is not connected to the first dump: a loop of dumps")
         seen.add(before)
         if before not in manifests:
+            if chain[0].is_base and before < chain[0].dump and dump.generation < chain[-1].generation:
+                return  # what it followed is in the base, and was removed
             raise _gap(branch, before)
         branch, before = before, manifests[before].previous
     place = 0 if before is None else places[before] + 1

@@ -111,9 +111,14 @@ def compact(
     folder = dumps[-1].dump.base_directory
     log.place.make_folder(folder)
     with _locked(log.place, folder):
-        if log.place.has(folder, MANIFEST_NAME):  # another process was faster
-            return Compacted(log.history_upto(dumps[-1].step)[0], written=False)
-        return _Compaction(log, dumps, folder, max_memory_bytes, progress).run()
+        try:
+            if not log.place.has(folder, MANIFEST_NAME):
+                return _Compaction(log, dumps, folder, max_memory_bytes, progress).run()
+        except (DeltaLogError, OSError):
+            if not log.place.has(folder, MANIFEST_NAME):
+                raise
+        # Another process was faster, and may have removed the dumps as well by now.
+        return Compacted(log.history_upto(dumps[-1].step)[0], written=False)
 
 
 def remove_unfinished(place: Place, folder: str) -> None:
@@ -229,8 +234,12 @@ class _Compaction:
         except (FileNotFoundError, ValueError):
             kept = set()
         present = own_files(self._place, self._folder)
+        if MANIFEST_NAME in present:  # where nothing can be locked another process may have been faster
+            raise DeltaLogError(f"{self._folder} was committed by another process meanwhile")
+        # With the same plan another process that is at it writes the same: nothing is taken from it.
+        spared = {LOCK_NAME, *kept, *([fmt.fallback_name(0, 1)] if kept else [])}
         for name in present:
-            if name not in kept and name != LOCK_NAME:
+            if name not in spared:
                 self._place.remove(self._folder, name)
         self._place.put(self._folder, PLAN_NAME, json.dumps(plan).encode())
         self._place.sync(self._folder)

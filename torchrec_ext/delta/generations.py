@@ -246,6 +246,21 @@ def fenced(generation: Generation, newer: int, owner: str) -> FencedError:
     )
 
 
+def last_opened(place: Place) -> tuple[int, float]:
+    """The newest generation, -1 if there is none, and when it was opened, seconds since 1970.
+
+    Raises:
+        OSError: the place cannot be read.
+    """
+    number = max((n for name in place.entries(FOLDER) if (n := generation_of(name)) is not None), default=-1)
+    folder = f"{FOLDER}/{generation_name(number)}"
+    for name in place.entries(folder) if number >= 0 else ():
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            if name.endswith(".json"):
+                return number, float(json.loads(place.read(folder, name))["opened_unix"])
+    return number, 0.0
+
+
 def generation_name(number: int) -> str:
     """The name of a generation's folder."""
     return f"g{number:04d}"

@@ -303,7 +303,6 @@ class DeltaLog:
             DeltaLogError: a file is missing or damaged.
         """
         replay = Replay(keep)
-        replay = Replay(keep)
 
         def read(dump: Manifest, entry: FileEntry) -> Part:
             return replay.read_part(dump, self.checked_file(dump, entry, fmt.PART_SCHEMA))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import void_dumps
 from torchrec_ext.delta.compaction import own_files, remove_own_files, remove_unfinished
+from torchrec_ext.delta.generations import last_opened
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
 
@@ -102,8 +103,13 @@ class _Removal:
         self._log = log
         self._place = log.place
         now = time.time()
+        newest, opened = last_opened(log.place)  # before the list: a dump may come meanwhile
         chain, bases, _ = log.listing()
         void = void_dumps(chain)
+        if chain and newest > chain[-1].generation:
+            # It has not dumped yet, and on an object store may pass by what was committed after it looked.
+            certain = {dump.dump for dump in chain if dump.committed_unix < opened - grace_seconds}
+            bases = {dump: base for dump, base in bases.items() if dump in certain}
         self._base = _base_to_keep(chain, bases, void, now - keep_seconds, keep_dumps, now - grace_seconds)
         self.whole = self._before_base()
         going = {*self.whole}

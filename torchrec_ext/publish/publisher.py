@@ -226,7 +226,8 @@ def _standing(
     for dump in beside:
         if position_of(dump) == position:
             strays, start = branch_of(dump, dumps, beside)
-            return start, strays
+            if start is not None:
+                return start, strays
     base = dumps[0].directory if dumps and dumps[0].is_base else ""
     gone = f"compacted into {base} and vacuumed" if base else "removed"
     raise PublishError(
