@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.filesystems import watched
 from tests.support.logs import TABLES, Event, LogWriter, events, play, zch
 from tests.support.workers import start_process
 from torchrec_ext.delta import (
@@ -35,6 +37,7 @@ from torchrec_ext.delta import (
     compaction,
     replay,
     vacuum,
+    verify_log,
 )
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.places import LocalPlace
@@ -258,6 +261,40 @@ def test_base_that_is_being_written_is_left_to_its_writer(writer: LogWriter) -> 
             compact(writer.directory)
         check(writer)
     assert compact(writer.directory).written
+
+
+@pytest.mark.parametrize("vacuums", [False, True])
+def test_slower_of_two_that_nothing_keeps_apart_takes_no_base_away(tmp_path: Path, vacuums: bool) -> None:
+    """On an object store: wherever the slower one is when the other commits, and removes the dumps."""
+    seen: list[str] = []
+    for number in itertools.count(0, 9):
+        writer = LogWriter(tmp_path / str(number), TABLES)
+        writer.dump(10, {"mc.t0": [1, 2], "ebc.rows": [0]})
+        writer.dump(20, {"mc.t0": [3]}, {"mc.t0": [1]}, storage_dtype="int8")
+        touched = itertools.count()
+
+        def look(
+            operation: str, path: str, writer: LogWriter = writer, touched: Iterator[int] = touched
+        ) -> None:
+            if next(touched) == number:  # noqa: B023
+                faster = DeltaLog(watched(writer.directory, lambda operation, path: None))
+                assert compact(faster).written
+                if vacuums:
+                    vacuum(faster, **NOW)
+                seen.append("faster")
+            elif len(seen) * 9 > number and operation == "delete_file":  # noqa: B023
+                assert not path.endswith("manifest.json"), "a committed base goes"
+
+        try:
+            compact(DeltaLog(watched(writer.directory, look)))
+        except (DeltaLogError, OSError) as error:
+            assert vacuums, error
+        check(writer)
+        assert [base.step for base in DeltaLog(writer.directory).bases()] == [20]
+        assert verify_log(writer.directory).clean
+        if next(touched) <= number:
+            break
+    assert len(seen) > 5
 
 
 def test_base_of_dumps_that_a_restart_made_void_meanwhile_is_given_up(writer: LogWriter) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -12,11 +16,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pyarrow.fs import FileSystem
 
+from tests.delta.test_compact import NOW, check
 from tests.docs.pages import blocks_of
+from tests.publish.test_publish import Keeper
 from tests.support.filesystems import SteppedRun, watched
+from tests.support.logs import TABLES, LogWriter
 from tests.support.trainers import FQN, IDS, Trainer
-from torchrec_ext.delta import DeltaLog, DumpId
-from torchrec_ext.publish import Change, Position, Sink, publish
+from torchrec_ext.delta import DeltaLog, DumpId, Manifest, compact, vacuum, verify_log
+from torchrec_ext.delta.generations import FOLDER, generation_name, owner_of
+from torchrec_ext.delta.manifest import MANIFEST_NAME
+from torchrec_ext.publish import Change, Position, PublishError, Sink, publish
 
 ALL = 10**6
 
@@ -174,3 +183,86 @@ def test_three_runs_never_mislead_a_reader_in_whatever_order_they_touch_files(
         for number, count in turns:
             scene.go(number, count)
         scene.end()
+
+
+def _late(writer: LogWriter, dump: DumpId, like: DumpId, previous: DumpId | None) -> None:
+    """A fenced run's late commit: what another dump says, after a dump that it saw when it opened the log."""
+    shutil.copytree(writer.directory / like.directory, writer.directory / dump.directory)
+    path = writer.directory / dump.directory / MANIFEST_NAME
+    manifest = Manifest.from_json(path.read_bytes(), like.directory)
+    path.write_bytes(dataclasses.replace(manifest, dump=dump, previous=previous, supersedes=()).to_json())
+
+
+def _opened(writer: LogWriter, generation: int) -> None:
+    """A run opens the log, as ``marked.mark`` leaves it."""
+    for folder in (FOLDER, f"{FOLDER}/{generation_name(generation)}"):
+        writer.place.make_folder(folder)
+    writer.place.put(f"{FOLDER}/{generation_name(generation)}", "run.json", owner_of("run"))
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> LogWriter:
+    writer = LogWriter(tmp_path / "deltas", TABLES)
+    writer.dump(1, {"mc.t0": [1, 2, 3], "ebc.rows": [0]})
+    writer.dump(2, {"mc.t0": [4]}, {"mc.t0": [2]}, storage_dtype="int8")
+    return writer
+
+
+@pytest.mark.parametrize("place", [Path, _place])
+def test_log_stays_readable_when_what_a_late_dump_follows_is_compacted_and_removed(
+    writer: LogWriter, place: Callable[[Path], Path | FileSystem]
+) -> None:
+    first, second = (dump.dump for dump in DeltaLog(writer.directory).dumps())
+    _late(writer, DumpId(1, 2), first, first)
+    holder = Keeper()
+    assert publish(writer.directory, holder) is not None  # ends with the late one
+    writer.begin_generation(2)
+    writer.dump(3, {"mc.t0": [5]}, storage_dtype="float16")
+    log = DeltaLog(place(writer.directory))
+    assert [dump.dump for dump in log.listing().strays] == [DumpId(1, 2)]
+    compact(log, 2)
+    assert vacuum(log, **NOW).dumps == (first.directory, second.directory)
+    assert [dump.dump for dump in log.listing().strays] == [DumpId(1, 2)]
+    check(writer)
+    assert verify_log(log).clean
+    # What it held was not all said again: it is told, and not brought up to date by half.
+    with pytest.raises(PublishError, match=r"compacted into base_000000000002\.g0000.*restart=True"):
+        publish(log, holder)
+    compact(log)
+    vacuum(log, **NOW)
+    assert not log.listing().strays
+    check(writer)
+
+
+def test_nothing_goes_that_a_run_may_go_on_from_which_has_not_dumped_yet(writer: LogWriter) -> None:
+    first, second = (dump.dump for dump in DeltaLog(writer.directory).dumps())
+    _opened(writer, 2)
+    _late(writer, DumpId(1, 3), first, second)
+    late = writer.directory / DumpId(1, 3).directory / MANIFEST_NAME
+    manifest = Manifest.from_json(late.read_bytes(), DumpId(1, 3).directory)
+    late.write_bytes(dataclasses.replace(manifest, committed_unix=time.time()).to_json())
+    compact(writer.directory)
+    assert vacuum(writer.directory, **NOW).dumps == ()
+    writer.begin_generation(2)
+    writer.dump(3, {"mc.t0": [5]})
+    check(writer)
+    compact(writer.directory)
+    assert vacuum(writer.directory, **NOW).dumps
+    check(writer)
+
+
+def test_base_of_a_dump_in_doubt_counts_for_the_run_that_says_its_keys_again(writer: LogWriter) -> None:
+    writer.dump(3, {"mc.t0": [7, 4]}, {"mc.t0": [3]})  # nobody told the run that it is committed
+    compact(writer.directory)
+    vacuum(writer.directory, **NOW)
+    writer.resume(2)
+    writer.begin_generation(0)
+    second, third = DumpId(0, 2), DumpId(0, 3)
+    writer.dump(4, {"mc.t0": [8]}, previous=second)
+    log = DeltaLog(writer.directory)
+    assert [dump.directory for dump in log.dumps()] == [third.base_directory, DumpId(0, 4).directory]
+    check(writer)
+    assert verify_log(log).clean
+    compact(log)
+    vacuum(log, **NOW)
+    check(writer)

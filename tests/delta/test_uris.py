@@ -97,6 +97,20 @@ def test_commands_take_uris_and_show_no_credentials(server: S3Server, tmp_path: 
     assert json.loads(found.output)["embedding"] == trainer.answers()[trainer.keys()[0]]
     assert nothing.output == "s3://bucket/commands holds no dump yet\n"
     assert no_credentials(nothing.output + done.output + found.output)
+    commands: list[tuple[list[str], int]] = [
+        (["inspect", uri, "--json"], 0),
+        (["verify", uri, "--json"], 0),
+        (["diff", uri, "1", "1", "--json"], 0),
+        (["diff", uri, "1", "1", "--table", "nothing"], 2),
+        (["report", uri, "--out", f"{tmp_path}/report.html", "--json"], 0),
+        (["compact", uri], 0),
+        (["vacuum", uri], 0),
+    ]
+    for arguments, code in commands:
+        shown = CliRunner().invoke(main, arguments)
+        assert shown.exit_code == code, (arguments[0], shown.output)
+        assert no_credentials(shown.output), arguments[0]
+    assert no_credentials((tmp_path / "report.html").read_text())
 
 
 @pytest.mark.parametrize("form", ["path", "uri", "file system"])

@@ -15,7 +15,16 @@ from tests.publish.test_publish import Keeper
 from tests.support.filesystems import watched
 from tests.support.logs import TABLES, LogWriter, zch
 from tests.support.trainers import FQN, Trainer, dump
-from torchrec_ext.delta import DeltaLog, DeltaLogError, DumpId, Manifest, VacuumedError, compact, vacuum
+from torchrec_ext.delta import (
+    DeltaLog,
+    DeltaLogError,
+    DumpId,
+    Manifest,
+    VacuumedError,
+    compact,
+    vacuum,
+    verify_log,
+)
 from torchrec_ext.delta.manifest import MANIFEST_NAME
 from torchrec_ext.publish import PublishError, publish
 
@@ -228,6 +237,7 @@ def test_base_counts_though_a_restart_that_knew_its_dumps_made_its_last_one_void
         "base_000000000060.g0000",
         "step_000000000035.g0001",
     ]
+    assert verify_log(writer.directory).clean
     with pytest.raises(DeltaLogError, match="no committed dump at or before step 30"):
         DeltaLog(writer.directory).replay(30)
     compact(writer.directory)

@@ -99,8 +99,13 @@ class LogWriter:
         *,
         world_size: int = 2,
         storage_dtype: str | None = None,
+        previous: DumpId | None = None,
     ) -> DumpId:
-        """Commits a dump in which these keys get new vectors, and these lose theirs."""
+        """Commits a dump in which these keys get new vectors, and these lose theirs.
+
+        It follows the last one that was written, or that which is named.
+        """
+        self._previous = previous or self._previous
         upserts, deletes = dict(upserts or {}), dict(deletes or {})
         touched: dict[str, set[int]] = {}
         for fqn, table in self.tables.items():
@@ -122,6 +127,10 @@ class LogWriter:
         self._history.append((dump, rows, touched))
         self._previous, self._supersedes, self._said = dump, (), {}
         return dump
+
+    def begin_generation(self, number: int) -> None:
+        """The next dumps are of this generation."""
+        self._generation = number
 
     def resume(self, step: int) -> None:
         """A trainer's restart from its checkpoint of this step: the next dump makes the later ones void."""

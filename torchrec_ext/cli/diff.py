@@ -16,6 +16,7 @@ from torchrec_ext.cli.output import (
     table,
     user_errors,
 )
+from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +59,8 @@ def command(directory: str, before: int, after: int, only: str | None, top: int,
         tables = difference.tables
         if only is not None:
             if only not in tables:
-                raise ValueError(f"{directory} holds no table {only}; it holds {', '.join(tables)}")
+                where = without_credentials(directory)
+                raise ValueError(f"{where} holds no table {only}; it holds {', '.join(tables)}")
             tables = {only: tables[only]}
     if as_json:
         content = {fqn: _listed(one, top) for fqn, one in tables.items()}

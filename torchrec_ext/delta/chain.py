@@ -108,7 +108,7 @@ def _back_from(
     for place in range(len(backwards) - 1, -1, -1):
         if (start := backwards[place].dump) in bases:
             return [bases[start], *backwards[:place][::-1]]
-    # A dump that was in doubt, and is in a base by now: who names it in ``supersedes`` follows the one before.
+    # A dump that was in doubt is in a base by now: who supersedes it follows the one before it.
     if doubted := [void for void in backwards[-1].supersedes if void in bases and void > dump]:
         return [bases[max(doubted)], *backwards[::-1]]
     raise _gap(backwards[-1].dump, dump)

@@ -281,6 +281,7 @@ class _Compaction:
     def _fallbacks(self, tables: dict[str, TableInfo]) -> FileEntry:
         """Writes the fallback rows of each table, as the last dump that covers it has them."""
         name = fmt.fallback_name(0, 1)
+        self._place.remove(self._folder, name)
         with fmt.ParquetFileWriter(self._place.create(self._folder, name), fmt.FALLBACK_SCHEMA) as writer:
             for dump in self._dumps:
                 covered = [fqn for fqn in dump.tables if self._last_to_cover(fqn) is dump]

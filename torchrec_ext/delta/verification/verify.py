@@ -191,7 +191,8 @@ class _Verifier:
 
     def _check_superseded(self, manifest: Manifest, rows: DumpRows) -> None:
         """Checks that a dump says anew all that those said which it makes void, as far as they are there."""
-        void = [other for other in self._chain if other.dump in manifest.supersedes]
+        # Who supersedes a base may have listed its dumps before, and says what the void ones of them said.
+        void = [o for o in self._chain if o.dump in manifest.supersedes and not o.is_base]
         try:
             history = self._log.history(void)
         except (DeltaLogError, pa.ArrowException):
