@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -248,17 +248,26 @@ class _Compaction:
     def _part(self, number: int, parts: Sequence[_Part]) -> FileEntry:
         """Writes a file of the base, unless it is there already."""
         part, name = parts[number], fmt.part_name(number, len(parts))
-        place, folder = self._place, self._folder
-        if place.has(folder, name):
-            with contextlib.suppress(DeltaLogError), PlacedFile(place, folder, name).open() as file:
-                if file.metadata.num_rows == part.rows:
-                    self._advance(sum(group.rows for _, group in part.groups))
-                    crc32 = place.crc32(folder, name)
-                    return FileEntry(name, number, part.rows, place.size(folder, name), crc32)
-            place.remove(folder, name)
+        if (there := self._finished(name, number, part.rows)) is not None:
+            self._advance(sum(group.rows for _, group in part.groups))
+            return there
         schema = _schema_of(part.groups[0][1]) if part.groups else fmt.PART_SCHEMA
-        with fmt.ParquetFileWriter(place.create(folder, name), schema) as writer:
-            for rows in self._rows(part):
+        return self._write(name, number, schema, self._rows(part))
+
+    def _finished(self, name: str, number: int, rows: int) -> FileEntry | None:
+        """A file of so many rows that an earlier run has written; one that is something else goes."""
+        place, folder = self._place, self._folder
+        if not place.has(folder, name):
+            return None
+        with contextlib.suppress(DeltaLogError), PlacedFile(place, folder, name).open() as file:
+            if file.metadata.num_rows == rows:
+                return FileEntry(name, number, rows, place.size(folder, name), place.crc32(folder, name))
+        place.remove(folder, name)
+        return None
+
+    def _write(self, name: str, number: int, schema: pa.Schema, tables: Iterable[pa.Table]) -> FileEntry:
+        with fmt.ParquetFileWriter(self._place.create(self._folder, name), schema) as writer:
+            for rows in tables:
                 writer.write(rows)
         return FileEntry(name, number, writer.rows, writer.nbytes, writer.crc32)
 
@@ -280,25 +289,25 @@ class _Compaction:
 
     def _fallbacks(self, tables: dict[str, TableInfo]) -> FileEntry:
         """Writes the fallback rows of each table, as the last dump that covers it has them."""
-        name = fmt.fallback_name(0, 1)
-        self._place.remove(self._folder, name)
-        with fmt.ParquetFileWriter(self._place.create(self._folder, name), fmt.FALLBACK_SCHEMA) as writer:
-            for dump in self._dumps:
-                covered = [fqn for fqn in dump.tables if self._last_to_cover(fqn) is dump]
-                if not covered:
-                    continue
-                rows = self._log.rows_of(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
-                for fqn in covered:
-                    own = rows.filter(pc.equal(rows["table_fqn"], fqn))
-                    # Dumps may store vectors in several ways, and this is one file.
-                    vectors = fmt.vectors_of(own["embedding"].chunks, tables[fqn].dim)
-                    columns = [own[column] for column in fmt.FALLBACK_SCHEMA.names[:-1]]
-                    writer.write(
-                        pa.Table.from_arrays(
-                            [*columns, fmt.embedding_array(vectors)], schema=fmt.FALLBACK_SCHEMA
-                        )
-                    )
-        return FileEntry(name, 0, writer.rows, writer.nbytes, writer.crc32)
+        found = [*self._fallback_rows(tables)]
+        name, schema = fmt.fallback_name(0, 1), fmt.FALLBACK_SCHEMA
+        there = self._finished(name, 0, sum(rows.num_rows for rows in found))
+        return there or self._write(name, 0, schema, found)
+
+    def _fallback_rows(self, tables: dict[str, TableInfo]) -> Iterator[pa.Table]:
+        for dump in self._dumps:
+            covered = [fqn for fqn in dump.tables if self._last_to_cover(fqn) is dump]
+            if not covered:
+                continue
+            rows = self._log.rows_of(dump, dump.fallbacks, fmt.FALLBACK_SCHEMA)
+            for fqn in covered:
+                own = rows.filter(pc.equal(rows["table_fqn"], fqn))
+                # Dumps may store vectors in several ways, and this is one file.
+                vectors = fmt.vectors_of(own["embedding"].chunks, tables[fqn].dim)
+                columns = [own[column] for column in fmt.FALLBACK_SCHEMA.names[:-1]]
+                yield pa.Table.from_arrays(
+                    [*columns, fmt.embedding_array(vectors)], schema=fmt.FALLBACK_SCHEMA
+                )
 
     def _last_to_cover(self, fqn: str) -> Manifest:
         return next(dump for dump in reversed(self._dumps) if fqn in dump.tables)
