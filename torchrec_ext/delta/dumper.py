@@ -286,7 +286,12 @@ class DeltaDumper:
         self._cutter.settle()
         self._writer.wait_until_written()
         position = current_position(
-            self._base, self._generation.run_id, self._committer, self._followers, self._trackers
+            self._base,
+            self._generation.run_id,
+            self._committer,
+            self._followers,
+            self._trackers,
+            self._steps.told,
         )
         return {_STATE: position.to_bytes()}
 

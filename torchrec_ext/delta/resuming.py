@@ -153,8 +153,22 @@ class Comparison:
         standing.doubt(ahead)
         # What was not said at the checkpoint may have been said since, and then is among the kept.
         unsaid = difference(self._unsaid(fqn), self._since.said_of(fqn))
-        held = union(self._kept.keys_of(fqn), ahead, unsaid)
+        kept = self._kept.keys_of(fqn)
+        self._warn_of_losses(tracker.table, kept, standing)
+        held = union(kept, ahead, unsaid)
         return standing, held[tracker.table.keeps(held)]
+
+    def _warn_of_losses(self, table: TrackedTable, kept: Keys, standing: Standing) -> None:
+        kept = kept[table.keeps(kept)]
+        lost = difference(kept, standing.owners[standing.owned])
+        if 2 * len(lost) > len(kept):
+            logger.warning(
+                "%s: of %d ids that own a row in the log, %d own none in the model and are deleted: was the "
+                "checkpoint loaded into the model before resume()?",
+                table.fqn,
+                len(kept),
+                len(lost),
+            )
 
     def _by_position(self, tracker: Tracker) -> Standing | None:
         fqn = tracker.table.fqn

@@ -30,6 +30,7 @@ class Vacuumed:
         files: how many files went.
         nbytes: their bytes.
         dry_run: whether they are still there.
+        reason: why nothing went; empty if something did.
     """
 
     dumps: tuple[str, ...]
@@ -37,6 +38,7 @@ class Vacuumed:
     files: int
     nbytes: int
     dry_run: bool
+    reason: str = ""
 
 
 def vacuum(
@@ -85,7 +87,12 @@ def vacuum(
             sum(removal.sizes.values()),
         )
     return Vacuumed(
-        tuple(removal.whole), tuple(removal.void), len(removal.sizes), sum(removal.sizes.values()), dry_run
+        tuple(removal.whole),
+        tuple(removal.void),
+        len(removal.sizes),
+        sum(removal.sizes.values()),
+        dry_run,
+        "" if removal.sizes else removal.why_nothing(grace_seconds),
     )
 
 
@@ -101,8 +108,9 @@ class _Removal:
     def __init__(self, log: DeltaLog, keep_seconds: float, keep_dumps: int, grace_seconds: float) -> None:
         self._log = log
         self._place = log.place
-        now = time.time()
+        self._now = now = time.time()
         chain, bases, _ = log.listing()
+        self._bases = bases
         void = void_dumps(chain)
         self._base = _base_to_keep(chain, bases, void, now - keep_seconds, keep_dumps, now - grace_seconds)
         self.whole = self._before_base()
@@ -125,6 +133,15 @@ class _Removal:
             self._measure(name, rows)
             if not rows:
                 self.void.remove(name)
+
+    def why_nothing(self, grace_seconds: float) -> str:
+        """Why there is nothing to remove."""
+        if not self._bases:
+            return "no base stands for dumps: compact first"
+        newest = max(self._bases.values(), key=lambda base: base.dump)
+        if newest.committed_unix > self._now - grace_seconds:
+            return f"{newest.directory} is not there for as long yet as readers are given"
+        return "all that is there is to be kept"
 
     def check_base(self) -> None:
         """Checks that the base is whole, before what it takes the place of goes."""

@@ -22,6 +22,7 @@ def current_position(
     committer: Committer,
     followers: Followers,
     trackers: Mapping[str, Tracker],
+    step: int | None,
 ) -> LogPosition:
     """Where a dumper stands whose writer has nothing to do; all ranks ask together.
 
@@ -31,6 +32,7 @@ def current_position(
         committer: of this rank.
         followers: of the tables' modules and stores.
         trackers: of this rank.
+        step: the last that it was told of.
 
     Raises:
         CorruptTableError: a table of this rank contradicts itself.
@@ -40,7 +42,7 @@ def current_position(
     if last.dump is None:
         return last
     unsaid = on_every_rank(committer.group, lambda: _unsaid(committer, followers, trackers))
-    return replace(last, unsaid=merged(gather(committer.group, unsaid)))
+    return replace(last, unsaid=merged(gather(committer.group, unsaid)), step=step)
 
 
 def _unsaid(committer: Committer, followers: Followers, trackers: Mapping[str, Tracker]) -> dict[str, Keys]:
