@@ -85,7 +85,6 @@ class RenamingGeneration(Generation):
     file system itself decides a race between the two: either the rename was first, and the new run goes
     on from that dump, or there is nothing left to rename. That holds however long the old run was asleep
     and whatever it knew when it fell asleep; there is no clock and no lock.
-
     """
 
     place: LocalPlace

@@ -89,7 +89,7 @@ class DeltaLog:
         self._verified: set[tuple[str, str]] = set()
 
     @staticmethod
-    def of(log: DeltaLog | str | os.PathLike[str] | pafs.FileSystem) -> DeltaLog:
+    def of(log: DeltaLog | str | os.PathLike[str] | pafs.FileSystem | Place) -> DeltaLog:
         """The log itself, or that in a directory."""
         return log if isinstance(log, DeltaLog) else DeltaLog(log)
 
@@ -302,7 +302,6 @@ class DeltaLog:
         Raises:
             DeltaLogError: a file is missing or damaged.
         """
-        replay = Replay(keep)
         replay = Replay(keep)
 
         def read(dump: Manifest, entry: FileEntry) -> Part:
