@@ -35,7 +35,7 @@ def played(directory: Path, schedule: list[Event]) -> DeltaLog:
 def test_figures_and_differences_are_those_of_the_replays(schedule: list[Event]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         log = played(Path(scratch) / "deltas", schedule)
-        assert verify_log(log.directory).findings == ()
+        assert verify_log(log).findings == ()
         dumps = log.dumps()
         states = [log.replay(dump.step) for dump in dumps if dump.step not in _dumped_twice(dumps)]
         figures = [dump for dump in figures_of(log).dumps if dump.dump.step not in _dumped_twice(dumps)]
