@@ -24,8 +24,9 @@ demo-recstore: $(READY) ## The same with embeddings in a store, read ahead of ti
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=2 \
 		examples/movielens_recstore.py $(ARGS)
 
+# Files side by side: a test's own processes wait for one another more than they compute.
 test: $(READY) ## Run the tests; ARGS="-k zch" goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-feast: $(FEAST)/.installed ## Run the tests of the Feast sink, in an environment of their own
 	$(FEAST)/bin/python -m pytest tests/publish/test_feast.py $(ARGS)

@@ -57,6 +57,19 @@ def test_client_answers_what_the_model_answers_after_each_dump(scheme: str, exam
     every_schedule()
 
 
+@pytest.mark.parametrize("fqn", ["mc.a/b", "../../above", "..", ".", "mc.50%", "mc.a b#c?d", "mc.ü"])
+def test_name_of_a_table_leads_nowhere_else(url: str, tmp_path: Path, fqn: str) -> None:
+    before = sorted(tmp_path.parent.iterdir())
+    writer = LogWriter(tmp_path / "deltas", {fqn: zch(4, 1)})
+    for step in (10, 20):
+        writer.dump(step, {fqn: [1, step]})
+        publish(writer.directory, url)
+    with EmbeddingClient(url) as client:
+        assert client.lookup(fqn, [1, 10, 20]).tolist() == writer.answer(fqn, [1, 10, 20]).tolist()
+    assert sorted(tmp_path.parent.iterdir()) == before
+    assert {path.name for path in tmp_path.iterdir()} <= {"deltas", Path(url.partition("://")[2]).name}
+
+
 class Interrupted(BaseException):
     pass
 

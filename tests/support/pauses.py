@@ -109,9 +109,12 @@ def leave(dumper: DeltaDumper) -> None:
 def _serve_stepped(pipe: Connection) -> None:
     torch.set_num_threads(1)
 
+    one_at_a_time = threading.Lock()  # a log is read on several threads
+
     def wait(event: str, name: str) -> None:
-        pipe.send(("before", event, name))
-        pipe.recv()
+        with one_at_a_time:
+            pipe.send(("before", event, name))
+            pipe.recv()
 
     events = FileEvents(wait)
     with suppress(EOFError):

@@ -17,7 +17,7 @@ from torchrec_ext.delta import format as fmt
 from torchrec_ext.errors import PublishError, SinkUnavailableError
 from torchrec_ext.publish.loaded import LoadedSink, LoadedTable
 from torchrec_ext.publish.served import Position, ServedTable
-from torchrec_ext.publish.sink import missing_extra, path_of
+from torchrec_ext.publish.sink import missing_extra, name_of, path_of
 
 try:
     from deltalake import CommitProperties, DeltaTable, write_deltalake
@@ -118,7 +118,7 @@ class DeltaLakeSink(LoadedSink):
                     continue
                 plain = json.loads(row["served"])
                 block = np.array(row["fallbacks"], np.float32).reshape(-1, plain["dim"])
-                uri = f"{self._root}/{row['table_fqn']}"
+                uri = f"{self._root}/{name_of(row['table_fqn'])}"
                 rows = DeltaTable(uri, version=row["version"]).to_pyarrow_table()
                 rows = rows.filter(pc.invert(rows["deleted"]))
                 vectors = fmt.vectors_of(rows["embedding"].chunks, plain["dim"])
@@ -136,8 +136,8 @@ class DeltaLakeSink(LoadedSink):
         self, fqn: str, change: Change, properties: CommitProperties, before: dict[str, Any] | None
     ) -> int:
         """Makes the version of one table, on top of what was published before; returns its number."""
-        uri = f"{self._root}/{fqn}"
-        table = self._open(fqn)
+        uri = f"{self._root}/{name_of(fqn)}"
+        table = self._open(name_of(fqn))
         if table is not None:
             version, dump = self._last(table)
         if table is None or before is None:

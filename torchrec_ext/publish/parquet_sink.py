@@ -21,7 +21,7 @@ from torchrec_ext.errors import PublishError
 from torchrec_ext.files import sync
 from torchrec_ext.publish.loaded import LoadedSink, LoadedTable
 from torchrec_ext.publish.served import Position, ServedTable
-from torchrec_ext.publish.sink import path_of
+from torchrec_ext.publish.sink import name_of, path_of
 
 if TYPE_CHECKING:
     from torchrec_ext.publish.changes import Change
@@ -80,7 +80,7 @@ class ParquetSink(LoadedSink):
         hidden.mkdir()
         self._write_rows(hidden, change)
         for fqn, table in change.tables.items():
-            _write_fallbacks(hidden / f"{fqn}.fallback.parquet", fqn, table)
+            _write_fallbacks(hidden / f"{name_of(fqn)}.fallback.parquet", fqn, table)
         tables = {fqn: table.to_json() for fqn, table in change.tables.items()}
         described = {**_FORMAT, "position": asdict(position), "tables": tables}
         (hidden / _DESCRIPTION).write_text(json.dumps(described, indent=1))
@@ -96,8 +96,8 @@ class ParquetSink(LoadedSink):
         tables = {}
         for fqn, plain in described["tables"].items():
             dim = plain["dim"]
-            fallbacks = pq.read_table(directory / f"{fqn}.fallback.parquet")
-            rows = pq.read_table(directory / f"{fqn}.parquet")
+            fallbacks = pq.read_table(directory / f"{name_of(fqn)}.fallback.parquet")
+            rows = pq.read_table(directory / f"{name_of(fqn)}.parquet")
             served = ServedTable.from_json(plain, fmt.vectors_of(fallbacks["embedding"].chunks, dim))
             vectors = fmt.vectors_of(rows["embedding"].chunks, dim)
             tables[fqn] = LoadedTable.of(served, rows["key_id"].to_numpy(), vectors)
@@ -130,7 +130,7 @@ class ParquetSink(LoadedSink):
     def _write_rows(self, directory: Path, change: Change) -> None:
         with contextlib.ExitStack() as stack:
             writers = {
-                fqn: stack.enter_context(_writer(directory / f"{fqn}.parquet", _ROWS))
+                fqn: stack.enter_context(_writer(directory / f"{name_of(fqn)}.parquet", _ROWS))
                 for fqn in change.tables
             }
             for fqn, keys, vectors in change.upserts():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,6 +160,14 @@ def path_of(url: str) -> str:
             f"{url!r} names no path: {parts.scheme}://relative/path or {parts.scheme}:///absolute"
         )
     return path
+
+
+def name_of(fqn: str) -> str:
+    """A file name for a table that leads nowhere else: the FQN, if it has nothing odd."""
+    quoted = quote(fqn, safe="").replace("~", "%7E")
+    if quoted.startswith("."):
+        quoted = f"%2E{quoted[1:]}"
+    return quoted.replace("%", "~")  # "%" in names is more than Delta Lake takes
 
 
 def missing_extra(extra: str, error: ModuleNotFoundError) -> PublishError:
