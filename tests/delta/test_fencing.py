@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,13 @@ from hypothesis import strategies as st
 
 from tests.support.faults import MortalRanks
 from tests.support.models import build, one_table
-from tests.support.pauses import Outcome, Sleeper, Stepped, dump_steps
+from tests.support.pauses import Outcome, Sleeper, Stepped, dump_steps, leave
 from tests.support.schedules import compare
 from tests.support.trainers import FQN, IDS, Trainer
 from tests.support.training import train
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog, DumpId, FencedError, Manifest
+from torchrec_ext.delta.manifest import MANIFEST_NAME
 
 # -- two trainers, a file operation at a time
 
@@ -199,3 +203,32 @@ def test_run_of_several_ranks_that_wakes_up_is_refused_on_each_of_them(tmp_path:
 
 def _files(log: Path) -> dict[str, bytes]:
     return {str(path.relative_to(log)): path.read_bytes() for path in log.glob("step_*/*") if path.is_file()}
+
+
+# -- a file system that repeats requests
+
+
+def test_commit_whose_answer_was_lost_counts_and_one_that_was_refused_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, carried_out = os.rename, True
+
+    def of_nfs(source: Path, target: Path) -> None:
+        if Path(target).name != MANIFEST_NAME or carried_out:
+            rename(source, target)
+        if Path(target).name == MANIFEST_NAME:
+            raise FileNotFoundError(errno.ENOENT, "as said of a request that is repeated", str(source))
+
+    monkeypatch.setattr(os, "rename", of_nfs)
+
+    trainer = Trainer(3)
+    dumper = trainer.attach(tmp_path / "deltas")
+    for step in (1, 2, 3):
+        trainer.train(step)
+        carried_out = step != 2
+        dumper.dump(step)
+        with pytest.raises(DeltaDumpError) if step == 2 else nullcontext():
+            dumper.flush()
+        assert [dump.step for dump in _chain(tmp_path / "deltas")] == [1, *([3] if step == 3 else [])]
+    _compare(tmp_path / "deltas", trainer.answers())
+    leave(dumper)

@@ -13,6 +13,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +94,15 @@ class RenamingGeneration(Generation):
         """See ``Generation``; there is always somebody who can tell."""
         hidden = self._open / f"{dump.directory}.json"
         write_synced(hidden, manifest)
+        place = self.place.path / dump.directory / MANIFEST_NAME
         try:
-            os.rename(hidden, self.place.path / dump.directory / MANIFEST_NAME)
+            os.rename(hidden, place)
+        except FileNotFoundError:
+            # NFS may repeat a request whose answer was lost, and then find nothing to rename any more.
+            with suppress(OSError):
+                if place.read_bytes() == manifest:
+                    return
+            raise
         except BaseException:
             hidden.unlink(missing_ok=True)
             raise
