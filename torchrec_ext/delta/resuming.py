@@ -73,8 +73,8 @@ class Restart:
             standings = on_every_rank(group, lambda: self._standings(branch, trusted=not marked))
         finally:
             self._followers.resume()
-        for fqn, (standing, held) in standings.items():
-            self._trackers[fqn].adopt(standing, held)
+        for name, (standing, held) in standings.items():
+            self._trackers[name].adopt(standing, held)
         if left := {fqn for dump in branch.ahead for fqn in dump.tables} - self._tables:
             logger.warning(
                 "dumps after step %d hold tables that are not dumped now, %s: who has read them keeps the "
@@ -112,12 +112,12 @@ class Restart:
     def _standings(self, branch: Branch, *, trusted: bool) -> dict[str, tuple[Standing, Keys]]:
         if self._opened.dumps:
             comparison = Comparison(self._opened.log, branch, self._trackers)
-            return {fqn: comparison.of(tracker) for fqn, tracker in self._trackers.items()}
-        standings = {fqn: tracker.stand() for fqn, tracker in self._trackers.items()}
+            return {name: comparison.of(tracker) for name, tracker in self._trackers.items()}
+        standings = {name: tracker.stand() for name, tracker in self._trackers.items()}
         if self._partial and trusted:
             for standing in standings.values():
                 standing.trust()
-        return {fqn: (standing, NO_KEYS) for fqn, standing in standings.items()}
+        return {name: (standing, NO_KEYS) for name, standing in standings.items()}
 
 
 class Comparison:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import void_dumps
-from torchrec_ext.delta.compaction import own_files, remove_own_files, remove_unfinished
+from torchrec_ext.delta.compaction import Progress, own_files, remove_own_files, remove_unfinished
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def vacuum(
         OSError: a file cannot be removed.
     """
     _check_arguments(keep_seconds, keep_dumps, grace_seconds)
-    log = log if isinstance(log, DeltaLog) else DeltaLog(log)
+    log = DeltaLog.of(log)
     removal = _Removal(log, keep_seconds, keep_dumps, grace_seconds)
     if not dry_run:
         removal.check_base()
