@@ -275,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
             with serving.publisher(deltas, redis):
                 train(model, ratings, args.batch_size, deltas, args.interval_steps)
             wrong = check(model, ratings, deltas, served=redis)
-    say(f"the dumps are in {deltas}: DeltaLog({str(deltas)!r}).replay()")
+    say(f"the dumps are in {deltas}: .venv/bin/torchrec-ext inspect {deltas}")
     return 1 if wrong else 0
 
 

@@ -28,7 +28,7 @@ class VacuumedError(DeltaLogError):
 
 
 class DeltaDumpError(RuntimeError):
-    """A dump was not committed. Its rows are kept and go out with the next dump that succeeds."""
+    """A dump was not committed, or nobody can tell; its rows go out with the next dump that succeeds."""
 
 
 class FencedError(DeltaDumpError):

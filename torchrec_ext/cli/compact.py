@@ -11,6 +11,7 @@ from torchrec_ext.cli.output import (
     print_json,
     progress,
     size,
+    upto_option,
     user_errors,
 )
 
@@ -24,7 +25,7 @@ Examples:
 
 @click.command("compact", epilog=_EXAMPLES)
 @directory_argument
-@click.option("--upto", type=int, metavar="STEP", help="The last step to take in.  [default: the newest]")
+@upto_option
 @click.option(
     "--memory",
     type=click.FloatRange(min=0.001),

@@ -25,6 +25,9 @@ Progress = Callable[[int, int], None]
 _PIPED_WIDTH = 400  # columns where there is no terminal: nothing may be cut off for a program
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+upto_option = click.option(
+    "--upto", type=int, metavar="STEP", help="The last step to take in.  [default: the newest]"
+)
 directory_argument = click.argument("directory", metavar="DIR")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchrec_ext.cli.output import directory_argument, progress, user_errors
+from torchrec_ext.cli.output import UserError, directory_argument, progress, user_errors
 from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def command(
             on_published=told,
             on_progress=shown,
         )
+    if stop.is_set() and not follow:
+        raise UserError("stopped before everything was published; what was is complete: publish again")
     if not as_json:
-        nothing = f"{without_credentials(directory)} holds no dump yet"
+        nothing = "stopped" if stop.is_set() else f"{without_credentials(directory)} holds no dump yet"
         click.echo(f"it holds {position}" if position is not None else nothing)

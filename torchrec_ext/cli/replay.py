@@ -14,6 +14,7 @@ from torchrec_ext.cli.output import (
     printable,
     progress,
     size,
+    upto_option,
     user_errors,
 )
 
@@ -33,7 +34,7 @@ Examples:
     metavar="FILE",
     help="The Parquet file to write; must not exist.",
 )
-@click.option("--upto", type=int, metavar="STEP", help="The last step to take in.  [default: the newest]")
+@upto_option
 @json_option
 def command(directory: str, out: Path, upto: int | None, as_json: bool) -> None:
     """Writes the rows that keys own after the newest dump in DIR into one Parquet file.

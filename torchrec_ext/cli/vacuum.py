@@ -79,4 +79,4 @@ def command(directory: str, keep: float, keep_dumps: int, grace: float, dry_run:
     for name in done.superseded:
         click.echo(f"{name} (superseded; its manifest stays)")
     verb = "would remove" if dry_run else "removed"
-    click.echo(f"{verb} {done.files:,} files, {size(done.nbytes)}")
+    click.echo(f"{verb} {done.files:,} files, {size(done.nbytes)}{': ' * bool(done.reason)}{done.reason}")

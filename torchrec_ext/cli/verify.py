@@ -33,7 +33,7 @@ def command(context: click.Context, directory: str, as_json: bool) -> None:
     Checks checksums, the chain of dumps, schemas, counts, keys, ops, vectors, fallback rows and routing.
     Dumps that are just being written are no faults.
 
-    The exit code is 0 if nothing is wrong, 1 if there are findings, 2 if DIR cannot be read.
+    The exit code is 0 if nothing is wrong, 1 if there are findings, 2 if DIR cannot be read or holds no dump.
     """
     from torchrec_ext.delta import verify_log
 
@@ -46,8 +46,10 @@ def command(context: click.Context, directory: str, as_json: bool) -> None:
             click.echo(f"FINDING  {printable(str(finding))}")
         count = len(found.findings)
         verdict = f"{count} finding{'s' * (count > 1)}" if count else "clean"
+        if not count and not found.dumps:
+            verdict = "nothing was verified: there is no dump"
         click.echo(
             f"{verdict}; read {found.dumps:,} dumps, {found.files:,} files, {found.rows:,} rows, "
             f"{size(found.nbytes)}"
         )
-    context.exit(0 if found.clean else 1)
+    context.exit(1 if found.findings else 0 if found.clean else 2)

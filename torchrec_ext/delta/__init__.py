@@ -1,7 +1,8 @@
 """Delta dumping: what changed in a model's tables, written as Parquet and read back.
 
 Training side: ``DeltaDumper``. Reading side, without torch: ``DeltaLog``; ``compact`` and ``vacuum``, which
-keep a log short; ``inspect_log``, ``verify_log``, ``diff_log`` and ``figures_of``, which tell of one.
+keep a log short; ``inspect_log``, ``verify_log``, ``diff_log`` and ``figures_of``, which tell of one;
+``write_state``, which writes what it comes to into one file.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def compact(
     """
     if max_memory_bytes < 1:
         raise ValueError(f"max_memory_bytes must be at least 1, not {max_memory_bytes}")
-    log = log if isinstance(log, DeltaLog) else DeltaLog(log)
+    log = DeltaLog.of(log)
     dumps = _interrupted(log) if upto is None else None
     dumps = dumps or log.history_upto(upto)
     if len(dumps) == 1 and dumps[0].is_base:

@@ -24,7 +24,7 @@ class TableDelta:
     """Changed rows of one table on one rank; a key appears once.
 
     Attributes:
-        fqn: the table.
+        fqn: the table; before columns of several ranks are joined, ``TrackedTable.part``.
         upsert_keys: int64 ``[n]``.
         vectors: the vectors of ``upsert_keys``: float32 matrices that together have ``n`` rows.
         delete_keys: ids that own no row any more, int64 ``[m]``.

@@ -18,13 +18,14 @@ from torchrec_ext.delta.writer import DumpWriter
 logger = logging.getLogger(__name__)
 
 Diffs = dict[str, Diff]
+"""By tracker."""
 
 
 class Cutter:
     """Turns what the trackers noted into cuts.
 
     Args:
-        trackers: by table FQN.
+        trackers: of this rank: one for each table, or for each part of one, by any name.
         followers: of the tables' modules and stores.
         pool: host memory for vectors.
         writer: takes the cuts.
@@ -75,7 +76,7 @@ class Cutter:
         return DumpResult(
             step=cut.step,
             generation=self._generation,
-            upserts=sum(self._num_published(fqn, diff) for fqn, diff in diffs.items()),
+            upserts=sum(self._num_published(name, diff) for name, diff in diffs.items()),
             deletes=sum(len(diff.delete_keys) for diff in diffs.values()),
             vector_bytes=self._vector_bytes(diffs),
             stall_seconds=cut.stall_seconds,
@@ -105,7 +106,7 @@ class Cutter:
         losses = 0 if self._joiner is None else self._joiner.losses
         try:
             self._followers.pause()
-            diffs = {fqn: tracker.compare() for fqn, tracker in self._trackers.items()}
+            diffs = {name: tracker.compare() for name, tracker in self._trackers.items()}
             answers = [tracker.answers() for tracker in self._trackers.values()]
             cut.answers = [answer for answer in answers if answer is not None]
             if self._chunks_needed(diffs) <= self._pool.max_chunks:
@@ -113,8 +114,8 @@ class Cutter:
             else:
                 cut.deltas = cut.stream = PieceStream()
             if self._joiner is not None:
-                keys = {self._trackers[fqn].table.part: diff.upsert_keys for fqn, diff in diffs.items()}
-                split = {name: keys[name] for name in self._joiner.bands if name in keys}
+                keys = {self._trackers[name].table.part: diff.upsert_keys for name, diff in diffs.items()}
+                split = {part: keys[part] for part in self._joiner.bands if part in keys}
                 cut.deltas = self._joiner.join(cut.deltas, split, losses)
         except BaseException as error:
             self._fail(cut, error)
@@ -131,8 +132,8 @@ class Cutter:
     def _advance(self, cut: Cut, diffs: Diffs, *, keep_marks: bool = False) -> None:
         # What the writer has in memory goes out sooner or later; a stream goes out now or is read anew.
         if cut.committed if cut.streamed else cut.submitted:
-            for fqn, diff in diffs.items():
-                self._trackers[fqn].advance(diff, keep_marks=keep_marks)
+            for name, diff in diffs.items():
+                self._trackers[name].advance(diff, keep_marks=keep_marks)
         self._unsettled = None
 
     def _read_at_once(self, cut: Cut, diffs: Diffs) -> None:
@@ -144,7 +145,7 @@ class Cutter:
             )
         cut.arena = Arena(self._pool)
         cut.deltas = [
-            self._trackers[fqn].read(diff, slice(0, None), cut.arena) for fqn, diff in diffs.items()
+            self._trackers[name].read(diff, slice(0, None), cut.arena) for name, diff in diffs.items()
         ]
 
     def _stream(self, cut: Cut, stream: PieceStream, diffs: Diffs) -> None:
@@ -157,8 +158,8 @@ class Cutter:
         )
         try:
             self._writer.submit(cut)
-            for fqn, diff in diffs.items():
-                tracker = self._trackers[fqn]
+            for name, diff in diffs.items():
+                tracker = self._trackers[name]
                 rows = CHUNK_BYTES // (4 * tracker.table.dim)
                 for start in range(0, max(1, len(diff.upsert_keys)), rows):
                     arena = Arena(self._pool)
@@ -175,13 +176,13 @@ class Cutter:
         self._writer.wait_until_written()
         cut.resumed = time.perf_counter()
 
-    def _num_published(self, fqn: str, diff: Diff) -> int:
+    def _num_published(self, name: str, diff: Diff) -> int:
         if self._joiner is None:
             return len(diff.upsert_keys)
-        return self._joiner.num_published(self._trackers[fqn].table.part, diff.upsert_keys)
+        return self._joiner.num_published(self._trackers[name].table.part, diff.upsert_keys)
 
     def _vector_bytes(self, diffs: Diffs) -> int:
-        return sum(4 * self._trackers[fqn].table.dim * len(diff.upsert_keys) for fqn, diff in diffs.items())
+        return sum(4 * self._trackers[name].table.dim * len(diff.upsert_keys) for name, diff in diffs.items())
 
     def _chunks_needed(self, diffs: Diffs) -> int:
         # A chunk's end stays unused where a vector does not fit any more.

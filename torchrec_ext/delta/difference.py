@@ -16,6 +16,8 @@ from torchrec_ext.delta.manifest import DumpId, Manifest
 from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.scan import Scan
 
+_NONE = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True)
 class TableDifference:
@@ -78,33 +80,27 @@ def diff_log(
         raise ValueError(f"step {before} is later than step {after}: name the earlier one first")
     earlier = log.history_upto(before)
     between = _between(log, earlier[-1].dump, log.history_upto(after)[-1].dump)
-    tables: dict[str, TableDifference] = {}
-    if between:
-        scan = Scan(log, between)
-        gone = dict.fromkeys(scan.keys(), _NONE)
-        for fqn, keys in scan.deletes():
-            gone[fqn] = union(gone[fqn], keys)
-        said = {fqn: union(keys, gone[fqn]) for fqn, keys in scan.keys().items()}
-        replay = log.history(
-            earlier, keep=lambda fqn, keys: find(said[fqn], keys)[0] if fqn in said else keys != keys
-        )
-        total, read = sum(map(len, said.values())), 0
-        collected = {
-            fqn: _Collected(*_vectors_before(replay, fqn, info.dim))
-            for fqn, info in between[-1].tables.items()
-        }
-        for fqn, keys, vectors in scan.upserts():
-            collected[fqn].take(keys, vectors)
-            read += len(keys)
-            if progress is not None:
-                progress(read, total)
-        tables = {fqn: one.difference(fqn, gone[fqn]) for fqn, one in sorted(collected.items())}
-    else:
+    if not between:
         tables = {fqn: TableDifference(fqn, _NONE, _NONE, _NONE, np.empty(0)) for fqn in earlier[-1].tables}
-    return LogDifference(earlier[-1].dump, (between or earlier)[-1].dump, tables)
-
-
-_NONE = np.empty(0, np.int64)
+        return LogDifference(earlier[-1].dump, earlier[-1].dump, tables)
+    scan = Scan(log, between)
+    upserted = scan.keys()
+    gone = dict.fromkeys(upserted, _NONE)
+    for fqn, keys in scan.deletes():
+        gone[fqn] = union(gone[fqn], keys)
+    said = {fqn: union(keys, gone[fqn]) for fqn, keys in upserted.items()}
+    replay = log.history(earlier, keep=lambda fqn, keys: find(said.get(fqn, _NONE), keys)[0])
+    total, read = sum(map(len, said.values())), 0
+    collected = {
+        fqn: _Collected(*_vectors_before(replay, fqn, info.dim)) for fqn, info in between[-1].tables.items()
+    }
+    for fqn, keys, vectors in scan.upserts():
+        collected[fqn].take(keys, vectors)
+        read += len(keys)
+        if progress is not None:
+            progress(read, total)
+    tables = {fqn: one.difference(fqn, gone[fqn]) for fqn, one in sorted(collected.items())}
+    return LogDifference(earlier[-1].dump, between[-1].dump, tables)
 
 
 def _between(log: DeltaLog, before: DumpId, after: DumpId) -> list[Manifest]:

@@ -18,25 +18,23 @@ from torchrec_ext.delta.arguments import check_arguments, json_object, row_numbe
 from torchrec_ext.delta.buffers import BufferPool
 from torchrec_ext.delta.columns import ColumnJoiner, split_bands
 from torchrec_ext.delta.commit import Committer
-from torchrec_ext.delta.cut import NO_KEYS, DumpResult
+from torchrec_ext.delta.cut import DumpResult
 from torchrec_ext.delta.cutter import Cutter
-from torchrec_ext.delta.following import Followers, find_tables
+from torchrec_ext.delta.following import find_tables, followers_of
 from torchrec_ext.delta.opening import check_places, describe, open_log, place_for, select_tables
 from torchrec_ext.delta.places import Place
 from torchrec_ext.delta.position import LogPosition
 from torchrec_ext.delta.ranks import leave, private_group
 from torchrec_ext.delta.resuming import Restart
-from torchrec_ext.delta.saving import current_position
+from torchrec_ext.delta.saving import current_position, from_state_dict, to_state_dict
 from torchrec_ext.delta.schedule import schedule_of
 from torchrec_ext.delta.steps import Steps, checked_step
-from torchrec_ext.delta.tracked import RowSource
-from torchrec_ext.delta.tracker import Tracker
+from torchrec_ext.delta.tracker import trackers_of
 from torchrec_ext.delta.writer import DumpWriter
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_PENDING_BYTES = 1 << 30
-_STATE = "log_position"
 
 
 class DeltaDumper:
@@ -117,38 +115,20 @@ class DeltaDumper:
         self._base = LogPosition()
         self._marked = False
         self._closed = False
-        self._rows: dict[str, list[RowSource]] = {}
-        trackers: dict[str, Tracker] = {}
         group = private_group(process_group, found)
-        rank = dist.get_rank(group) if group is not None else 0
-        # Ranks that write to the same rows must stand still together for a cut of one moment; those that
-        # hold columns of the same rows must agree which rows it holds.
-        stand_still, split = any(table.place is not None for table in found), split_bands(found)
-        talk = group is not None and (stand_still or bool(split))
-        self._followers = Followers(
-            private_group(process_group, found) if talk else None, stand_still=stand_still, split=split
-        )
+        split = split_bands(found)
+        self._followers = followers_of(found, process_group, split)
         try:
             check_places(group, found)
             opened = open_log(self._place, group, found)
             self._schedule = schedule_of(interval_steps, interval_seconds, group)
             publish_all = first_dump == "full" or bool(opened.dumps)
-            for table in found:
-                parts = self._followers.rows_of(table, all_changed=publish_all)
-                self._rows[table.fqn] = [rows for _, rows in parts]
-                if table.place is None or rank == 0:
-                    for number, (part, rows) in enumerate(parts):
-                        held = opened.held.get(table.fqn, NO_KEYS)
-                        trackers[f"{table.fqn}/{number}"] = Tracker(
-                            part,
-                            rows,
-                            publish_all=publish_all,
-                            orphans=held[part.keeps(held)],
-                            storage_dtype=stored,
-                        )
+            parts = {table: self._followers.rows_of(table, all_changed=publish_all) for table in found}
+            self._rows = {table.fqn: [rows for _, rows in parts[table]] for table in found}
+            trackers = trackers_of(parts, opened.held, group, publish_all, stored)
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
-                pin_memory=any(rows.device.type == "cuda" for parts in self._rows.values() for rows in parts),
+                pin_memory=any(rows.device.type == "cuda" for held in self._rows.values() for rows in held),
             )
             infos = {table.fqn: describe(table, stored) for table in found}
             previous = opened.dumps[-1].dump if opened.dumps else None
@@ -282,13 +262,18 @@ class DeltaDumper:
         bytes for each key that changed since the last dump; a checkpoint right after a dump keeps none.
         """
         if self._closed or self._restart is not None:  # nothing is known
-            return {_STATE: LogPosition().to_bytes()}
+            return to_state_dict(LogPosition())
         self._cutter.settle()
         self._writer.wait_until_written()
         position = current_position(
-            self._base, self._generation.run_id, self._committer, self._followers, self._trackers
+            self._base,
+            self._generation.run_id,
+            self._committer,
+            self._followers,
+            self._trackers,
+            self._steps.told,
         )
-        return {_STATE: position.to_bytes()}
+        return to_state_dict(position)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what ``state_dict`` gave, at any world size, for the ``resume`` that follows.
@@ -299,12 +284,7 @@ class DeltaDumper:
         self._check_open()
         if self._restart is None or self._steps.last is not None:
             raise ValueError("load_state_dict comes before resume, and before any step or dump")
-        if _STATE not in state_dict:
-            raise ValueError(f"state_dict has no {_STATE!r}: it is not one of a DeltaDumper")
-        try:
-            self._restart.saved = LogPosition.from_bytes(state_dict[_STATE])
-        except ValueError as error:
-            raise ValueError(f"state_dict[{_STATE!r}] is not one of a DeltaDumper: {error}") from error
+        self._restart.saved = from_state_dict(state_dict)
 
     def mark(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows were written by other means than training.

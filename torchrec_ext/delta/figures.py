@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from torchrec_ext.answers import find
 from torchrec_ext.delta.difference import distances
-from torchrec_ext.delta.keys import difference, union
+from torchrec_ext.delta.keys import Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest, TableInfo
 from torchrec_ext.delta.scan import Scan
-
-Keys = NDArray[np.int64]
 
 SAMPLED_KEYS = 50_000
 """Of a table with more keys, that many are followed from dump to dump, chosen by a hash."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrec_ext.delta.marks import share_marks
 from torchrec_ext.delta.plain_rows import PartRows, PlainFollower
-from torchrec_ext.delta.ranks import leave, meet
+from torchrec_ext.delta.ranks import leave, meet, private_group
 from torchrec_ext.delta.store_rows import StoreFollower
 from torchrec_ext.delta.tracked import Follower, RowSource, TrackedTable
 from torchrec_ext.delta.zch_rows import ZchFollower
@@ -26,6 +26,26 @@ def find_tables(model: nn.Module) -> list[TrackedTable]:
     """All tables of a model that a dump may hold, those that cannot be followed (``unsupported``) too."""
     recstore = (ShardedRecStoreEmbeddingBagCollection,)
     return [*find_zch_tables(model), *find_recstore_tables(model), *find_plain_tables(model, but=recstore)]
+
+
+def followers_of(
+    tables: Sequence[TrackedTable], process_group: dist.ProcessGroup | None, split: Collection[str]
+) -> Followers:
+    """Followers of these tables, with a group of the training thread's own if ranks must talk.
+
+    Args:
+        tables: the tables that are dumped.
+        process_group: of the ranks that dump; None: all.
+        split: names of the parts of tables whose other columns are on other ranks.
+
+    Raises:
+        ValueError: as ``private_group``.
+    """
+    # Ranks that write to the same rows must stand still together for a cut of one moment; those that
+    # hold columns of the same rows must agree which rows it holds.
+    stand_still = any(table.place is not None for table in tables)
+    meeting = private_group(process_group, tables) if stand_still or split else None
+    return Followers(meeting, stand_still=stand_still, split=split)
 
 
 class Followers:

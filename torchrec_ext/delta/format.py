@@ -228,7 +228,11 @@ def _byte_stream_split(schema: pa.Schema) -> list[str]:
 
 
 def row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, str]]:
-    """The row groups of a part file: index, and the table that all its rows belong to."""
+    """The row groups of a part file: index, and the table that all its rows belong to.
+
+    Raises:
+        ValueError: one holds rows of several tables, or does not say whose.
+    """
     column = file.schema_arrow.names.index("table_fqn")
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)

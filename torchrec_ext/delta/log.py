@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.chain import in_chain_order, since_base, void_dumps, without_superseded
-from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest
+from torchrec_ext.delta.chain import since_base, void_dumps, without_superseded
+from torchrec_ext.delta.listing import Listing, committed_names, entry_names, list_log, read_manifest
+from torchrec_ext.delta.manifest import DumpId, FileEntry, Manifest
 from torchrec_ext.delta.places import Place, PlacedFile, open_place
 from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Part, Replay, reading_threads
 from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
@@ -34,24 +35,6 @@ FILES_SCHEMA = pa.schema(
     ]
 )
 """What ``DeltaLog.files`` gives."""
-
-
-class Listing(NamedTuple):
-    """All that is committed to a log.
-
-    Attributes:
-        chain: the dumps, superseded ones too, oldest first; where dumps were removed, the base that took
-            their place comes first.
-        bases: all of them, by the last dump in each.
-        strays: dumps beside the chain that count as nothing. On a file system that renames atomically there
-            are none of these. Elsewhere a run that was fenced off may have committed one late. It may have
-            been the last dump for a while, until a newer run passed it by: who has taken it in has to put
-            right the keys that it holds.
-    """
-
-    chain: list[Manifest]
-    bases: dict[DumpId, Manifest]
-    strays: list[Manifest]
 
 
 class DeltaLog:
@@ -89,7 +72,7 @@ class DeltaLog:
         self._verified: set[tuple[str, str]] = set()
 
     @staticmethod
-    def of(log: DeltaLog | str | os.PathLike[str] | pafs.FileSystem) -> DeltaLog:
+    def of(log: DeltaLog | str | os.PathLike[str] | pafs.FileSystem | Place) -> DeltaLog:
         """The log itself, or that in a directory."""
         return log if isinstance(log, DeltaLog) else DeltaLog(log)
 
@@ -124,68 +107,19 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``dumps``.
         """
-        try:
-            return self._list()
-        except DeltaLogError:  # vacuum may have removed what had not been looked at yet
-            return self._list()
-
-    def _list(self) -> Listing:
-        names = self.entries()
-        dumps = self._manifests([name for name in names if DumpId.from_directory(name)])
-        bases = self._manifests([name for name in names if DumpId.from_base_directory(name)])
-        chain = in_chain_order(dumps, bases)
-        counts = {manifest.dump for manifest in chain}
-        strays = [manifest for dump, manifest in sorted(dumps.items()) if dump not in counts]
-        if chain and chain[0].is_base:  # what it has taken the place of is on its way out
-            strays = [manifest for manifest in strays if manifest.dump > chain[0].dump]
-        return Listing(chain, bases, strays)
-
-    def _manifests(self, names: Sequence[str]) -> dict[DumpId, Manifest]:
-        found = self.place.each(self.manifest, names)
-        return {manifest.dump: manifest for manifest in found if manifest is not None}
+        return list_log(self.place)
 
     def committed(self, known: Collection[str] = ()) -> frozenset[str]:
-        """The names of committed dumps' directories: cheap to look at, unlike their manifests.
-
-        Args:
-            known: names of dumps that are known to be committed.
-
-        Raises:
-            DeltaLogError: it cannot be read.
-        """
-        try:
-            names = [name for name in self.place.entries() if DumpId.from_directory(name)]
-            new = [name for name in names if name not in known]
-            there = self.place.each(lambda name: self.place.has(name, MANIFEST_NAME), new)
-        except OSError as error:
-            raise DeltaLogError(f"{self.place} cannot be read: {error}") from error
-        gone = {name for name, is_there in zip(new, there, strict=True) if not is_there}
-        return frozenset(names) - gone
+        """See ``listing.committed_names``."""
+        return committed_names(self.place, known)
 
     def manifest(self, name: str) -> Manifest | None:
-        """What a dump's, or a base's, directory says of it; None if it is not committed.
-
-        Raises:
-            DeltaLogError: it is damaged.
-        """
-        try:
-            data = self.place.read(name, MANIFEST_NAME)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
-        return Manifest.from_json(data, name)
+        """See ``listing.read_manifest``."""
+        return read_manifest(self.place, name)
 
     def entries(self, folder: str = "") -> list[str]:
-        """The names of what lies in the directory, or in that of a dump; sorted.
-
-        Raises:
-            DeltaLogError: it cannot be listed.
-        """
-        try:
-            return self.place.entries(folder)
-        except OSError as error:
-            raise DeltaLogError(str(error)) from error
+        """See ``listing.entry_names``."""
+        return entry_names(self.place, folder)
 
     def opened(self, dump: Manifest, entry: FileEntry) -> AbstractContextManager[pq.ParquetFile]:
         """One of a dump's files, as it is: nothing of it is compared with the manifest.

@@ -158,9 +158,9 @@ def up_to(end: DumpId | None, dumps: list[Manifest], again: Callable[[], list[Ma
     """The dumps up to one of them, read again if it was not there yet; if it is not even then, all."""
     for attempt in (lambda: dumps, again):
         seen = attempt()
-        places = [place for place, dump in enumerate(seen, 1) if dump.dump == end]
-        if places or end is None:
-            return seen[: places[0]] if places else []
+        counts = [count for count, dump in enumerate(seen, 1) if dump.dump == end]
+        if counts or end is None:
+            return seen[: counts[0]] if counts else []
     return seen
 
 

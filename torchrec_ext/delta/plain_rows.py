@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 
-from torchrec_ext.delta.tracked import flagged
+from torchrec_ext.delta.tracked import checked_rows, flagged
 from torchrec_ext.plain import LookupWatch, PlainTable, TablePart
 from torchrec_ext.plain.holders import KernelHolder, WeightHolder
 from torchrec_ext.zch import internals
@@ -198,16 +198,8 @@ class PartRows:
         """See ``RowSource``."""
         if rows is None:
             self._flags.fill_(True)
-            return
-        table, band = self.part.table, self.part.band
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < table.num_embeddings:
-            raise ValueError(
-                f"rows of {table.fqn} are 0 to {table.num_embeddings - 1}; "
-                f"got {int(rows.min())} to {int(rows.max())}"
-            )
-        local = rows - band.first_row
-        local = local[(local >= 0) & (local < band.num_rows)]
-        self._flags.index_fill_(0, local.to(self.device), True)
+        else:
+            self._flags.index_fill_(0, checked_rows(self.part, rows).to(self.device), True)
 
     def marked(self) -> NDArray[np.int64]:
         """The rows that ``changed`` names, as keys."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from torchrec_ext.delta.keys import Keys, union
 from torchrec_ext.delta.manifest import DumpId, Manifest
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1
 
@@ -22,11 +25,13 @@ class LogPosition:
         dump: the last dump that was committed; None if nothing is known.
         run_id: of the run that wrote it.
         unsaid: by table, the keys of all ranks that changed since: int64, sorted.
+        step: of training when it was saved, as far as the dumper was told.
     """
 
     dump: DumpId | None = None
     run_id: str = ""
     unsaid: Mapping[str, Keys] = field(default_factory=dict)
+    step: int | None = None
 
     def to_bytes(self) -> bytes:
         """One line of JSON, then the keys, little-endian."""
@@ -34,6 +39,7 @@ class LogPosition:
             "version": _VERSION,
             "dump": None if self.dump is None else [self.dump.generation, self.dump.step],
             "run_id": self.run_id,
+            "step": self.step,
             "unsaid": {fqn: len(keys) for fqn, keys in self.unsaid.items()},
         }
         keys = b"".join(keys.astype("<i8").tobytes() for keys in self.unsaid.values())
@@ -58,7 +64,8 @@ class LogPosition:
             for fqn, count in head["unsaid"].items():
                 unsaid[fqn] = np.frombuffer(rest, "<i8", count, 8 * start).astype(np.int64)
                 start += count
-            return cls(dump, str(head["run_id"]), unsaid)
+            step = head.get("step")  # as the first ones were saved, without
+            return cls(dump, str(head["run_id"]), unsaid, None if step is None else int(step))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not what a DeltaDumper saves: {error!r}") from error
 
@@ -100,11 +107,22 @@ def branch_at(dumps: Sequence[Manifest], step: int, saved: LogPosition | None) -
     Raises:
         ValueError: the position is that of a later step.
     """
-    if saved is not None and saved.dump is not None and saved.dump.step > step:
-        raise ValueError(
-            f"the state that was loaded into the dumper is of step {saved.dump.step} or later, training "
-            f"cannot go on from step {step} with it: pass the step of the checkpoint"
-        )
+    if saved is not None and saved.dump is not None:
+        of_step = max(saved.dump.step, saved.step or 0)
+        if of_step > step:
+            raise ValueError(
+                f"the state that was loaded into the dumper is of step {of_step} or later, training "
+                f"cannot go on from step {step} with it: pass the step of the checkpoint"
+            )
+        if saved.step is not None and any(saved.step < dump.step <= step for dump in dumps):
+            logger.warning(
+                "the state that was loaded into the dumper was saved after step %d, and the log has dumps "
+                "after that, up to step %d from which training goes on: if the checkpoint is of step %d, "
+                "say so to resume()",
+                saved.step,
+                step,
+                saved.step,
+            )
     for place, dump in enumerate(dumps):
         if saved is not None and dump.dump == saved.dump and dump.run_id == saved.run_id:
             stop = place + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -10,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
-from torchrec_ext.delta.tracked import NO_ROW, checked_rows, flagged
+from torchrec_ext.delta.flagged_rows import FlaggedRows
+from torchrec_ext.delta.tracked import NO_ROW, flagged
 from torchrec_ext.zch import ZchTable, internals
 
 
-class ProbedRows:
+class ProbedRows(FlaggedRows):
     """The rows of one multi-probe ZCH table; see ``RowSource``.
 
     A slot is a row, and the module's identity tensor says which id is in it. A kernel fills slots during
@@ -28,31 +28,10 @@ class ProbedRows:
     def __init__(self, table: ZchTable) -> None:
         mcm = internals.collision_modules(table.module)[table.name]
         self._mcm = cast(HashZchManagedCollisionModule, mcm)
-        self._table = table
         self._seen = self._ids().clone()
         self._loaded = self._version()
-        self._touched = torch.zeros(table.num_rows, dtype=torch.bool, device=self._seen.device)
+        super().__init__(table, self._seen.device)
         self._repeated = self._repeated_now = _repeated(self._seen)
-
-    @property
-    def device(self) -> torch.device:
-        """See ``RowSource``."""
-        return self._touched.device
-
-    def touch(self, rows: torch.Tensor) -> None:
-        """Flags local rows, int64 on the table's device."""
-        self._touched.index_fill_(0, rows, True)
-
-    def mark(self, rows: torch.Tensor | None) -> None:
-        """See ``RowSource``."""
-        if rows is None:
-            self._touched.fill_(True)
-        else:
-            self.touch(checked_rows(self._table, rows).to(self.device))
-
-    def at_rest(self) -> AbstractContextManager[None]:
-        """See ``RowSource``: nobody but the training thread changes rows, and it is dumping."""
-        return nullcontext()
 
     def changed(self, since: int | None) -> tuple[torch.Tensor, int]:
         """See ``RowSource``; flags know of no moments."""
@@ -72,13 +51,9 @@ class ProbedRows:
 
     def settle(self, rows: torch.Tensor) -> None:
         """See ``RowSource``."""
-        self._touched.index_fill_(0, rows, False)
+        super().settle(rows)
         self._seen.index_copy_(0, rows, self._ids().index_select(0, rows))
         self._repeated = self._repeated_now
-
-    def owe(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``RowSource``: none can be named."""
-        return rows
 
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
@@ -88,14 +63,6 @@ class ProbedRows:
     def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See ``RowSource``."""
         return self._find(keys) >= 0
-
-    def locate(self, keys: NDArray[np.int64], rows: torch.Tensor, moment: int) -> torch.Tensor:
-        """See ``RowSource``."""
-        return rows
-
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """See ``RowSource``."""
-        return (self._table.weight(),)
 
     def fallback_rows(self) -> dict[int | None, int]:
         """See ``RowSource``: an id without a slot is left out of its bag."""

@@ -73,8 +73,8 @@ class Restart:
             standings = on_every_rank(group, lambda: self._standings(branch, trusted=not marked))
         finally:
             self._followers.resume()
-        for fqn, (standing, held) in standings.items():
-            self._trackers[fqn].adopt(standing, held)
+        for name, (standing, held) in standings.items():
+            self._trackers[name].adopt(standing, held)
         if left := {fqn for dump in branch.ahead for fqn in dump.tables} - self._tables:
             logger.warning(
                 "dumps after step %d hold tables that are not dumped now, %s: who has read them keeps the "
@@ -112,12 +112,12 @@ class Restart:
     def _standings(self, branch: Branch, *, trusted: bool) -> dict[str, tuple[Standing, Keys]]:
         if self._opened.dumps:
             comparison = Comparison(self._opened.log, branch, self._trackers)
-            return {fqn: comparison.of(tracker) for fqn, tracker in self._trackers.items()}
-        standings = {fqn: tracker.stand() for fqn, tracker in self._trackers.items()}
+            return {name: comparison.of(tracker) for name, tracker in self._trackers.items()}
+        standings = {name: tracker.stand() for name, tracker in self._trackers.items()}
         if self._partial and trusted:
             for standing in standings.values():
                 standing.trust()
-        return {fqn: (standing, NO_KEYS) for fqn, standing in standings.items()}
+        return {name: (standing, NO_KEYS) for name, standing in standings.items()}
 
 
 class Comparison:
@@ -153,8 +153,22 @@ class Comparison:
         standing.doubt(ahead)
         # What was not said at the checkpoint may have been said since, and then is among the kept.
         unsaid = difference(self._unsaid(fqn), self._since.said_of(fqn))
-        held = union(self._kept.keys_of(fqn), ahead, unsaid)
+        kept = self._kept.keys_of(fqn)
+        self._warn_of_losses(tracker.table, kept, standing)
+        held = union(kept, ahead, unsaid)
         return standing, held[tracker.table.keeps(held)]
+
+    def _warn_of_losses(self, table: TrackedTable, kept: Keys, standing: Standing) -> None:
+        kept = kept[table.keeps(kept)]
+        lost = difference(kept, standing.owners[standing.owned])
+        if 2 * len(lost) > len(kept):
+            logger.warning(
+                "%s: of %d ids that own a row in the log, %d own none in the model and are deleted: was the "
+                "checkpoint loaded into the model before resume()?",
+                table.fqn,
+                len(kept),
+                len(lost),
+            )
 
     def _by_position(self, tracker: Tracker) -> Standing | None:
         fqn = tracker.table.fqn

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import void_dumps
-from torchrec_ext.delta.compaction import own_files, remove_own_files, remove_unfinished
+from torchrec_ext.delta.compaction import Progress, own_files, remove_own_files, remove_unfinished
 from torchrec_ext.delta.generations import last_opened
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class Vacuumed:
         files: how many files went.
         nbytes: their bytes.
         dry_run: whether they are still there.
+        reason: why nothing went; empty if something did.
     """
 
     dumps: tuple[str, ...]
@@ -38,6 +37,7 @@ class Vacuumed:
     files: int
     nbytes: int
     dry_run: bool
+    reason: str = ""
 
 
 def vacuum(
@@ -73,7 +73,7 @@ def vacuum(
         OSError: a file cannot be removed.
     """
     _check_arguments(keep_seconds, keep_dumps, grace_seconds)
-    log = log if isinstance(log, DeltaLog) else DeltaLog(log)
+    log = DeltaLog.of(log)
     removal = _Removal(log, keep_seconds, keep_dumps, grace_seconds)
     if not dry_run:
         removal.check_base()
@@ -86,7 +86,12 @@ def vacuum(
             sum(removal.sizes.values()),
         )
     return Vacuumed(
-        tuple(removal.whole), tuple(removal.void), len(removal.sizes), sum(removal.sizes.values()), dry_run
+        tuple(removal.whole),
+        tuple(removal.void),
+        len(removal.sizes),
+        sum(removal.sizes.values()),
+        dry_run,
+        "" if removal.sizes else removal.why_nothing(grace_seconds),
     )
 
 
@@ -102,14 +107,16 @@ class _Removal:
     def __init__(self, log: DeltaLog, keep_seconds: float, keep_dumps: int, grace_seconds: float) -> None:
         self._log = log
         self._place = log.place
-        now = time.time()
+        self._now = now = time.time()
         newest, opened = last_opened(log.place)  # before the list: a dump may come meanwhile
         chain, bases, _ = log.listing()
+        self._bases = bases
         void = void_dumps(chain)
         if chain and newest > chain[-1].generation:
             # It has not dumped yet, and on an object store may pass by what was committed after it looked.
             certain = {dump.dump for dump in chain if dump.committed_unix < opened - grace_seconds}
             bases = {dump: base for dump, base in bases.items() if dump in certain}
+        self._awaited = newest if len(bases) < len(self._bases) else None
         self._base = _base_to_keep(chain, bases, void, now - keep_seconds, keep_dumps, now - grace_seconds)
         self.whole = self._before_base()
         going = {*self.whole}
@@ -131,6 +138,17 @@ class _Removal:
             self._measure(name, rows)
             if not rows:
                 self.void.remove(name)
+
+    def why_nothing(self, grace_seconds: float) -> str:
+        """Why there is nothing to remove."""
+        if not self._bases:
+            return "no base stands for dumps: compact first"
+        if self._awaited is not None:
+            return f"run {self._awaited} has opened the log, and has not dumped yet"
+        newest = max(self._bases.values(), key=lambda base: base.dump)
+        if newest.committed_unix > self._now - grace_seconds:
+            return f"{newest.directory} is not there for as long yet as readers are given"
+        return "all that is there is to be kept"
 
     def check_base(self) -> None:
         """Checks that the base is whole, before what it takes the place of goes."""

@@ -46,7 +46,7 @@ class RowGroup:
     file: PlacedFile
     index: int
     rows: int
-    role: Role = "said"
+    role: Role = SAID
     packed: NDArray[np.uint8] | None = dataclasses.field(default=None, repr=False)
 
     @property

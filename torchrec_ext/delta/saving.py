@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from torchrec_ext.delta.position import LogPosition, merged
 from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.ranks import gather, on_every_rank
 
+_NAME = "log_position"  # in a state dict
+
 
 def current_position(
     base: LogPosition,
@@ -22,6 +25,7 @@ def current_position(
     committer: Committer,
     followers: Followers,
     trackers: Mapping[str, Tracker],
+    step: int | None,
 ) -> LogPosition:
     """Where a dumper stands whose writer has nothing to do; all ranks ask together.
 
@@ -31,6 +35,7 @@ def current_position(
         committer: of this rank.
         followers: of the tables' modules and stores.
         trackers: of this rank.
+        step: the last that it was told of.
 
     Raises:
         CorruptTableError: a table of this rank contradicts itself.
@@ -40,7 +45,7 @@ def current_position(
     if last.dump is None:
         return last
     unsaid = on_every_rank(committer.group, lambda: _unsaid(committer, followers, trackers))
-    return replace(last, unsaid=merged(gather(committer.group, unsaid)))
+    return replace(last, unsaid=merged(gather(committer.group, unsaid)), step=step)
 
 
 def _unsaid(committer: Committer, followers: Followers, trackers: Mapping[str, Tracker]) -> dict[str, Keys]:
@@ -55,3 +60,22 @@ def _unsaid(committer: Committer, followers: Followers, trackers: Mapping[str, T
         [{fqn: np.concatenate([diff.upsert_keys, diff.delete_keys])} for fqn, diff in diffs]
         + [{fqn: kept.get(fqn, NO_KEYS)} for fqn, _ in diffs]
     )
+
+
+def to_state_dict(position: LogPosition) -> dict[str, bytes]:
+    """What a checkpoint keeps of a position."""
+    return {_NAME: position.to_bytes()}
+
+
+def from_state_dict(state_dict: Mapping[str, Any]) -> LogPosition:
+    """The position that a checkpoint kept.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if _NAME not in state_dict:
+        raise ValueError(f"state_dict has no {_NAME!r}: it is not one of a DeltaDumper")
+    try:
+        return LogPosition.from_bytes(state_dict[_NAME])
+    except ValueError as error:
+        raise ValueError(f"state_dict[{_NAME!r}] is not one of a DeltaDumper: {error}") from error

@@ -93,14 +93,14 @@ class Scan:
 
     def deletes(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
         """Tables and keys int64 ``[n]`` that own no row any more; each key once."""
-        for fqn, _, keys, upsert in self._keys():
+        for fqn, keys, upsert in self._keys():
             if len(gone := keys[~upsert]):
                 yield fqn, gone
 
     def keys(self) -> dict[str, NDArray[np.int64]]:
         """The keys that are upserted, sorted, by table."""
         found: dict[str, list[NDArray[np.int64]]] = {fqn: [] for fqn in self._groups}
-        for fqn, _, keys, upsert in self._keys():
+        for fqn, keys, upsert in self._keys():
             found[fqn].append(keys[upsert])
         return {fqn: np.sort(np.concatenate(k)) if k else np.empty(0, np.int64) for fqn, k in found.items()}
 
@@ -116,12 +116,12 @@ class Scan:
                 raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error
         return found
 
-    def _keys(self) -> Iterator[tuple[str, RowGroup, NDArray[np.int64], NDArray[np.bool_]]]:
+    def _keys(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.bool_]]]:
         for fqn, groups in self._groups.items():
             for group in groups:
                 keys, upsert = group.read_keys()
                 latest = group.latest
-                yield fqn, group, keys[latest], upsert[latest] & (group.role != STRAY)
+                yield fqn, keys[latest], upsert[latest] & (group.role != STRAY)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

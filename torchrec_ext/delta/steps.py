@@ -47,6 +47,12 @@ class Steps:
         return global_step
 
     @property
+    def told(self) -> int | None:
+        """The last that anybody told of in any way."""
+        known = [step for step in (self.resumed, self.dumped, self.last) if step is not None]
+        return max(known, default=None)
+
+    @property
     def undumped(self) -> int | None:
         """The last step, if it was not dumped."""
         last = -1 if self.dumped is None else self.dumped

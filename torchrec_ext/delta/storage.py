@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 StorageDtype = Literal["float32", "float16", "int8"]
-STORAGE_DTYPES: tuple[StorageDtype, ...] = get_args(StorageDtype)
 
 LARGEST: Mapping[StorageDtype, float] = {
     "float32": float(np.finfo(np.float32).max),

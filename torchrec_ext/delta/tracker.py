@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
@@ -274,6 +276,38 @@ class Tracker:
             f"{LARGEST[self._storage_dtype]:g}, which storage_dtype={self._storage_dtype!r} cannot store; "
             "the rows go out with the next dump that can. Leave storage_dtype out, or keep them smaller"
         )
+
+
+def trackers_of(
+    parts: Mapping[TrackedTable, Sequence[tuple[TrackedTable, RowSource]]],
+    held: Mapping[str, NDArray[np.int64]],
+    group: dist.ProcessGroup | None,
+    publish_all: bool,
+    storage_dtype: StorageDtype,
+) -> dict[str, Tracker]:
+    """A tracker for each part of a table that is up to this rank, by a name of its own.
+
+    Args:
+        parts: by table, its parts on this rank and their rows.
+        held: by table FQN, the keys that a consumer of the log holds, of those that route to this rank.
+        group: the ranks that dump; None in a single process.
+        publish_all: see ``Tracker``.
+        storage_dtype: see ``Tracker``.
+    """
+    rank = dist.get_rank(group) if group is not None else 0
+    trackers = {}
+    for table, its_parts in parts.items():
+        if table.place is None or rank == 0:
+            orphans = held.get(table.fqn, NO_KEYS)
+            for number, (part, rows) in enumerate(its_parts):
+                trackers[f"{table.fqn}/{number}"] = Tracker(
+                    part,
+                    rows,
+                    publish_all=publish_all,
+                    orphans=orphans[part.keeps(orphans)],
+                    storage_dtype=storage_dtype,
+                )
+    return trackers
 
 
 def _examples(keys: NDArray[np.int64]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrec_ext.delta.flagged_rows import FlaggedRows
 from torchrec_ext.delta.probed_rows import ProbedRows
-from torchrec_ext.delta.tracked import checked_rows, flagged
+from torchrec_ext.delta.tracked import flagged
 from torchrec_ext.zch import NO_ID, RowBinding, ZchTable, ZchWatch
 
 
@@ -48,11 +47,8 @@ class ZchFollower:
             self._rows[table].touch(rows)
 
 
-class ZchRows:
+class ZchRows(FlaggedRows):
     """The rows of one ZCH table; see ``RowSource``.
-
-    Holds a flag per row, whatever the number of steps between dumps. Nobody but the training thread
-    changes rows, so they are always at rest while it dumps.
 
     Args:
         table: the table.
@@ -61,33 +57,17 @@ class ZchRows:
     """
 
     def __init__(self, table: ZchTable, binding: RowBinding, follower: ZchFollower) -> None:
-        self._table = table
+        super().__init__(table, binding.raw_ids.device)
         self._binding = binding
         self._follower = follower
-        self._touched = torch.zeros(table.num_rows, dtype=torch.bool, device=binding.raw_ids.device)
         sentinel_shard = table.routing.shard_of(np.array([NO_ID]))[0]
         self._answers_sentinel = sentinel_shard == table.shard
 
-    @property
-    def device(self) -> torch.device:
-        """See ``RowSource``."""
-        return self._touched.device
-
-    def touch(self, rows: torch.Tensor) -> None:
-        """Flags local rows, int64 on the table's device."""
-        self._touched.index_fill_(0, rows, True)
-
     def mark(self, rows: torch.Tensor | None) -> None:
-        """See ``RowSource``."""
+        """See ``RowSource``; the map may have been written as well."""
         if rows is None:
             self._follower.catch_up(force=True)
-            self._touched.fill_(True)
-        else:
-            self.touch(checked_rows(self._table, rows).to(self.device))
-
-    def at_rest(self) -> AbstractContextManager[None]:
-        """See ``RowSource``."""
-        return nullcontext()
+        super().mark(rows)
 
     def changed(self, since: int | None) -> tuple[torch.Tensor, int]:
         """See ``RowSource``; flags know of no moments."""
@@ -95,14 +75,6 @@ class ZchRows:
         if since is None:
             return torch.arange(self._table.num_rows, device=self.device), 0
         return flagged(self._touched), 0
-
-    def settle(self, rows: torch.Tensor) -> None:
-        """See ``RowSource``."""
-        self._touched.index_fill_(0, rows, False)
-
-    def owe(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``RowSource``: none can be named."""
-        return rows
 
     def owners(self, rows: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See ``RowSource``."""
@@ -112,14 +84,6 @@ class ZchRows:
     def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See ``RowSource``."""
         return self._binding.holds(torch.from_numpy(keys).to(self.device)).cpu().numpy()
-
-    def locate(self, keys: NDArray[np.int64], rows: torch.Tensor, moment: int) -> torch.Tensor:
-        """See ``RowSource``."""
-        return rows
-
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """See ``RowSource``."""
-        return (self._table.weight(),)
 
     def fallback_rows(self) -> dict[int | None, int]:
         """See ``RowSource``."""

@@ -96,7 +96,7 @@ def publish(
     """
     if on_delete not in get_args(OnDelete):
         raise ValueError(f"on_delete is {on_delete!r}; it takes one of {', '.join(get_args(OnDelete))}")
-    log = log if isinstance(log, DeltaLog) else DeltaLog(log)
+    log = DeltaLog.of(log)
     with open_sink(sink) if isinstance(sink, str) else contextlib.nullcontext(sink) as opened:
         return _Publisher(log, opened, on_delete, on_published, on_progress).run(
             follow, restart, stop or threading.Event(), poll_seconds, retry_seconds

@@ -29,7 +29,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # What wrappers (DistributedDataParallel, torch.compile) call the module they put themselves around.
 _DDP = "module"
-
 _COMPILED = "_orig_mod"
 
 # Fused optimizers that move rows which were not looked up: a lookup cannot tell which.

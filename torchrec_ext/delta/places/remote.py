@@ -123,7 +123,7 @@ class RemotePlace(Place):
         return _RemoteNewFile(self, folder, name)
 
     def put(self, folder: str, name: str, data: bytes) -> None:
-        """See ``Place``."""
+        """See ``Place``; makes the folder, if it is not there."""
         self.make_folder(folder)
         new = self.create(folder, name)
         # If it fails it stays as it is: what a failed request left behind only that server knows.

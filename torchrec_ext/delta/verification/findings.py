@@ -74,8 +74,8 @@ class Verification:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.findings
+        """Whether there is something, and nothing is wrong with it."""
+        return self.dumps > 0 and not self.findings
 
 
 @dataclass

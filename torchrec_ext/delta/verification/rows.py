@@ -9,15 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.keys import Keys
 from torchrec_ext.delta.manifest import FileEntry, Manifest, TableInfo
 from torchrec_ext.delta.storage import SCALE_AND_BIAS
 from torchrec_ext.delta.verification.findings import Check, Findings
 from torchrec_ext.zch.routing import NO_ID
 
-Keys = NDArray[np.int64]
 _ROWS = 1 << 15  # in a piece
 
 

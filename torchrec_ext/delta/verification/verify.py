@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import in_chain_order, void_dumps
-from torchrec_ext.delta.keys import difference, union
+from torchrec_ext.delta.keys import Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, TableInfo
 from torchrec_ext.delta.verification.findings import Check, Findings, Verification
 from torchrec_ext.delta.verification.rows import DumpRows, schema_faults
 from torchrec_ext.errors import DeltaLogError
 
-Keys = NDArray[np.int64]
 _NAMED = re.compile(r"((?:step|base)_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.*)", re.DOTALL)
 
 

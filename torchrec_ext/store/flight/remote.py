@@ -13,6 +13,7 @@ import torch
 from torchrec_ext.store.flight import wire
 from torchrec_ext.store.flight.ahead import NOTHING, RowsAhead, Wanted
 from torchrec_ext.store.flight.connection import Answer, Connection, Part, Run, Servers
+from torchrec_ext.store.flight.known_tables import KnownTables
 from torchrec_ext.store.flight.shares import (
     Place,
     Share,
@@ -21,21 +22,19 @@ from torchrec_ext.store.flight.shares import (
     join_snapshots,
     split_snapshot,
     take,
-    whole_table,
 )
+from torchrec_ext.store.flight.versions import first_of, label, unlabel, version_of
 from torchrec_ext.store.flight.written import WrittenRows
 from torchrec_ext.store.forks import when_forked
 from torchrec_ext.store.init_fns import InitFn, InitFns, with_initial_rows
 from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, check_room, fit_snapshot
-from torchrec_ext.store.optimizers import StoreOptimizer, optimizer_from_json
+from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.snapshots import StoreSnapshot
-from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store
+from torchrec_ext.store.store import Rows, Store
 from torchrec_ext.store.tables import (
     DenseTable,
     DynamicTable,
     Table,
-    check_keys,
-    table_from_json,
     table_to_json,
 )
 from torchrec_ext.store.update_queue import UpdateQueue
@@ -43,10 +42,6 @@ from torchrec_ext.store.update_queue import UpdateQueue
 logger = logging.getLogger(__name__)
 
 Tensors = Sequence[torch.Tensor]
-
-# A version in `Rows` is the server's clock and, above it, the epoch of the connection: after a restart
-# the clock may come to the same numbers with other rows.
-_EPOCH_BITS = 40
 
 
 class RemoteStore(Store):
@@ -100,7 +95,7 @@ class RemoteStore(Store):
             timeout,
         )
         self._bulk_timeout = bulk_timeout
-        self._known: dict[str, Table] = {}
+        self._known = KnownTables(self._servers)
         self._updates = UpdateQueue()
         self._written = WrittenRows() if writers == "one" else None
         self._ahead = RowsAhead()
@@ -131,7 +126,7 @@ class RemoteStore(Store):
     @property
     def tables(self) -> Mapping[str, Table]:
         """The tables by name."""
-        return {name: table for name, (table, _) in self._describe().items()}
+        return {name: table for name, (table, _) in self._known.described().items()}
 
     def create_tables(self, tables: Sequence[Table], optimizer: StoreOptimizer) -> list[str]:
         """See ``Store``."""
@@ -139,16 +134,13 @@ class RemoteStore(Store):
         count = len(self.urls)
         parts = [({**args, "share": [index, count]}, ()) for index in range(count)]
         answers = self._servers.ask("create_tables", parts, timeout=self._bulk_timeout)
-        self._known |= {table.name: table for table in tables}
+        self._known.add(tables)
         made = {name for answer in answers for name in answer.content["made"]}
         return [table.name for table in tables if table.name in made]
 
     def optimizer(self, table: str) -> StoreOptimizer:
         """See ``Store``."""
-        described = self._describe()
-        if table not in described:
-            raise _no_table(table, described)
-        return described[table][1]
+        return self._known.optimizer(table)
 
     def set_optimizer(self, tables: Iterable[str], optimizer: StoreOptimizer) -> None:
         """See ``Store``."""
@@ -169,7 +161,7 @@ class RemoteStore(Store):
         ahead: bool = False,
     ) -> list[Rows]:
         """See ``Store``; with ``admit``, a lookup that failed may have been counted."""
-        tables = self._checked(requests)
+        tables = self._known.checked(requests)
         self.drain()
         keys = [part for _, part in requests]
         places = divide(tables, keys, len(self._servers))
@@ -186,7 +178,7 @@ class RemoteStore(Store):
         for j, part in enumerate(keys):
             here = [of_server[j] for of_server in places]
             rows = join([answer.tensors[j] for answer in answers], here, len(part))
-            versions = [_label(answer.tensors[len(keys) + j], answer.epoch) for answer in answers]
+            versions = [label(answer.tensors[len(keys) + j], answer.epoch) for answer in answers]
             found.append(Rows(part, rows, join(versions, here, len(part))))
         if ahead and self._written is not None:
             for table, rows_of_table in zip(tables, found, strict=True):
@@ -202,7 +194,7 @@ class RemoteStore(Store):
         counts: Tensors | None = None,
     ) -> int:
         """See ``Store``; with ``admit``, a lookup that failed may have been counted."""
-        tables = self._checked([(name, rows.keys) for name, rows in held])
+        tables = self._known.checked([(name, rows.keys) for name, rows in held])
         self.drain()
         places = divide(tables, [rows.keys for _, rows in held], len(self._servers))
         runs = self._servers.reach()
@@ -219,7 +211,7 @@ class RemoteStore(Store):
         args = {"tables": [tables[j].name for j in asked], "admit": admit}
         parts = []
         for run, here in zip(runs, places, strict=True):
-            tensors = [_unlabel(held[j][1].versions[here[j]], run.epoch) for j in asked]
+            tensors = [unlabel(held[j][1].versions[here[j]], run.epoch) for j in asked]
             tensors += [held[j][1].keys[here[j]] for j in asked]
             if admit and counts is not None:
                 tensors += [counts[j][here[j]] for j in asked]
@@ -232,7 +224,7 @@ class RemoteStore(Store):
                 if not isinstance(place, slice):
                     positions = place[positions]
                 held[j][1].rows.index_copy_(0, positions, rows)
-                held[j][1].versions.index_copy_(0, positions, _label(versions, answer.epoch))
+                held[j][1].versions.index_copy_(0, positions, label(versions, answer.epoch))
                 changed += len(positions)
         return changed
 
@@ -244,7 +236,7 @@ class RemoteStore(Store):
         lr: float | None = None,
     ) -> None:
         """See ``Store``."""
-        tables = self._checked_update(requests)
+        tables = self._known.checked_update(requests)
         self.drain()
         self._update(tables, requests, step, lr)
 
@@ -259,7 +251,7 @@ class RemoteStore(Store):
     ) -> Future[None]:
         """See ``Store``."""
         requests = [(table, keys, grads)]
-        tables = self._checked_update(requests)
+        tables = self._known.checked_update(requests)
         return self._updates.submit(lambda: self._update(tables, requests, step, lr))
 
     def drain(self) -> None:
@@ -268,7 +260,7 @@ class RemoteStore(Store):
 
     def read(self, table: str, keys: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See ``Store``."""
-        tables = self._checked([(table, keys)])
+        tables = self._known.checked([(table, keys)])
         self.drain()
         here = [of_server[0] for of_server in divide(tables, [keys], len(self._servers))]
         answers = self._servers.ask("read", [({"table": table}, [keys[place]]) for place in here], retry=True)
@@ -285,7 +277,7 @@ class RemoteStore(Store):
         slots: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """See ``Store``."""
-        tables = self._checked([(table, keys)])
+        tables = self._known.checked([(table, keys)])
         if len(torch.unique(keys)) < len(keys):
             raise ValueError(f"table {table!r}: keys to write must not repeat")
         values = [rows] if rows is not None else []
@@ -305,7 +297,7 @@ class RemoteStore(Store):
         Returns:
             How many.
         """
-        self._checked([(table, torch.empty(0, dtype=torch.int64))])
+        self._known.checked([(table, torch.empty(0, dtype=torch.int64))])
         self.drain()
         args = {"table": table, "steps": steps}
         answers = self._servers.ask("evict_unused", (args, ()), timeout=self._bulk_timeout)
@@ -337,7 +329,7 @@ class RemoteStore(Store):
         """See ``Store``; rows that a function fills are made here."""
         self.drain()
         # Here, so that no server does its part when another one would refuse.
-        fitted, report = fit_snapshot(snapshot, self._describe(), on_mismatch)
+        fitted, report = fit_snapshot(snapshot, self._known.described(), on_mismatch)
         needed = InitFns().to_restore(fitted, init_fns or {})
         fitted = with_initial_rows(fitted, needed, lambda _, shape: torch.empty(shape))
         shares = split_snapshot(fitted, len(self.urls))
@@ -360,46 +352,6 @@ class RemoteStore(Store):
         finally:
             self._updates.close()
             self._servers.close()
-
-    # Checks, before anything is sent: one server must not do its part when another one would refuse
-
-    def _checked(self, requests: Sequence[tuple[str, torch.Tensor]]) -> list[Table]:
-        tables = [self._table(name) for name, _ in requests]
-        for table, (_, keys) in zip(tables, requests, strict=True):
-            check_keys(table, keys)
-        return tables
-
-    def _checked_update(self, requests: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Table]:
-        tables = self._checked([(name, keys) for name, keys, _ in requests])
-        for table, (name, keys, grads) in zip(tables, requests, strict=True):
-            if list(grads.shape) != (expected := [len(keys), table.dim]):
-                raise ValueError(f"table {name!r}: gradients must be {expected}, not {list(grads.shape)}")
-        return tables
-
-    def _table(self, name: str) -> Table:
-        if name not in self._known:
-            self._known = dict(self.tables)
-            if name not in self._known:
-                raise _no_table(name, self._known)
-        return self._known[name]
-
-    def _describe(self) -> dict[str, tuple[Table, StoreOptimizer]]:
-        """The tables that all servers have, and their optimizers."""
-        answers = self._servers.ask("describe", ({}, ()), retry=True)
-        shares: dict[str, list[Table]] = {}
-        for answer in answers:
-            for content in answer.content["tables"]:
-                table = table_from_json(content)
-                shares.setdefault(table.name, []).append(table)
-        names = [content["name"] for content in answers[0].content["tables"]]
-        optimizers = map(optimizer_from_json, answers[0].content["optimizers"])
-        return {
-            name: (whole_table(shares[name]), optimizer)
-            for name, optimizer in zip(names, optimizers, strict=True)
-            if len(shares[name]) == len(self.urls)
-        }
-
-    # Requests
 
     def _update(
         self,
@@ -425,7 +377,7 @@ class RemoteStore(Store):
         answers = self._change("update_many", parts, tables, keys, places)
         for answer, wanted in zip(answers, asked_back, strict=True):
             for part, rows in zip(wanted, answer.tensors, strict=True):
-                self._ahead.learn(part, rows, _version(answer))
+                self._ahead.learn(part, rows, version_of(answer))
 
     def _wanted(self, table: Table, keys: torch.Tensor) -> Wanted:
         """Which of the keys' rows an update shall bring back."""
@@ -451,7 +403,7 @@ class RemoteStore(Store):
             answers = self._servers.ask(op, parts)
             for answer, here in zip(answers, places, strict=True):
                 for j, table in dense:
-                    self._written.end(table, keys[j][here[j]], _version(answer))
+                    self._written.end(table, keys[j][here[j]], version_of(answer))
         return answers
 
     def _refresh_by_itself(
@@ -469,33 +421,11 @@ class RemoteStore(Store):
         self._ahead.use(table.name, held)
         left = int((written > held.versions).sum()) if changed else 0
         restarted = any(
-            run.epoch and bool((held.versions[place] < run.epoch << _EPOCH_BITS).any())
+            run.epoch and bool((held.versions[place] < first_of(run.epoch)).any())
             for run, place in zip(runs, here, strict=True)
         )
         return changed - left, not left and not restarted
 
 
-def _no_table(name: str, tables: Iterable[str]) -> KeyError:
-    return KeyError(f"the store has no table {name!r}; it has {sorted(tables)}")
-
-
-def _version(answer: Answer) -> int:
-    """The version that a change gave to the rows that it changed."""
-    return int(answer.content["clock"]) + (answer.epoch << _EPOCH_BITS)
-
-
 def _float(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to(torch.float32)
-
-
-def _label(versions: torch.Tensor, epoch: int) -> torch.Tensor:
-    """A server's versions as those of an epoch; rows that are not there have none."""
-    return versions if epoch == 0 else torch.where(versions < 0, versions, versions + (epoch << _EPOCH_BITS))
-
-
-def _unlabel(versions: torch.Tensor, epoch: int) -> torch.Tensor:
-    """The server's versions; rows that were read in an earlier epoch have to be read again."""
-    if epoch == 0:
-        return versions
-    servers = versions - (epoch << _EPOCH_BITS)
-    return torch.where(versions == NO_ROW, versions, torch.where(servers < 0, UNREAD, servers))
