@@ -267,7 +267,7 @@ def test_base_that_is_being_written_is_left_to_its_writer(writer: LogWriter) -> 
 def test_slower_of_two_that_nothing_keeps_apart_takes_no_base_away(tmp_path: Path, vacuums: bool) -> None:
     """On an object store: wherever the slower one is when the other commits, and removes the dumps."""
     seen: list[str] = []
-    for number in itertools.count(0, 9):
+    for number in itertools.count(0, 6):
         writer = LogWriter(tmp_path / str(number), TABLES)
         writer.dump(10, {"mc.t0": [1, 2], "ebc.rows": [0]})
         writer.dump(20, {"mc.t0": [3]}, {"mc.t0": [1]}, storage_dtype="int8")
@@ -282,7 +282,7 @@ def test_slower_of_two_that_nothing_keeps_apart_takes_no_base_away(tmp_path: Pat
                 if vacuums:
                     vacuum(faster, **NOW)
                 seen.append("faster")
-            elif len(seen) * 9 > number and operation == "delete_file":  # noqa: B023
+            elif len(seen) * 6 > number and operation == "delete_file":  # noqa: B023
                 assert not path.endswith("manifest.json"), "a committed base goes"
 
         try:

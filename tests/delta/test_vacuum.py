@@ -246,6 +246,18 @@ def test_base_counts_though_a_restart_that_knew_its_dumps_made_its_last_one_void
     check(writer)
 
 
+def test_who_supersedes_a_base_need_not_say_what_older_dumps_in_it_said(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "deltas", TABLES)
+    writer.dump(10, {"mc.t0": [1]})
+    writer.dump(20, {"mc.t0": [2]})
+    compact(writer.directory)
+    writer.resume(10)
+    vacuum(writer.directory, **NOW)
+    writer.dump(15, {"mc.t0": [3]})
+    check(writer)
+    assert verify_log(writer.directory).clean
+
+
 def test_nothing_goes_for_a_base_of_dumps_that_are_void(writer: LogWriter) -> None:
     compact(writer.directory, 60)
     writer.resume(30)
