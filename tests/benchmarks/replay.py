@@ -19,6 +19,7 @@ from tests.benchmarks.results import Measurement, Result
 from torchrec_ext.delta import DeltaLog, DumpId, Manifest, compact
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.manifest import MANIFEST_NAME, FileEntry, RankStats, TableInfo
+from torchrec_ext.delta.places import LocalPlace
 
 TABLE = "mc.t0"
 DIM = 64
@@ -102,26 +103,26 @@ def _duckdb(directory: Path) -> Any:
 
 def _write_log(directory: Path) -> list[float]:
     """Writes the dumps; the processor time that the part of each took."""
-    directory.mkdir()
+    place = LocalPlace(directory)
+    place.make()
     written = []
     random_ = np.random.default_rng(0)
     info = TableInfo(DIM, "float32", "raw", 2 * IDS, 1, 1 << 40, 0, ("f",))
     previous: DumpId | None = None
     for number in range(1, DUMPS + 1):
         dump = DumpId(0, 100 * number)
-        path = directory / dump.directory
-        path.mkdir()
+        place.make_folder(dump.directory)
         keys = random_.choice(IDS, ROWS, replace=False)
         vectors = random_.standard_normal((ROWS, DIM), np.float32) * np.float32(0.05)
         constant = {"rank": 0, "world_size": 1, "feature_name": "f", "table_fqn": TABLE, "source": "zch"}
-        part = path / fmt.part_name(0, 1)
+        part, fallback = fmt.part_name(0, 1), fmt.fallback_name(0, 1)
         batch = fmt.part_batch(global_step=dump.step, op=fmt.UPSERT, keys=keys, vectors=vectors, **constant)
         began = time.process_time()
-        with fmt.ParquetFileWriter(part, fmt.PART_SCHEMA) as parts:
+        with fmt.ParquetFileWriter(place.create(dump.directory, part), fmt.PART_SCHEMA) as parts:
             parts.write(batch)
         written.append(time.process_time() - began)
-        fallback = path / fmt.fallback_name(0, 1)
-        with fmt.ParquetFileWriter(fallback, fmt.FALLBACK_SCHEMA) as fallbacks:
+        file = place.create(dump.directory, fallback)
+        with fmt.ParquetFileWriter(file, fmt.FALLBACK_SCHEMA) as fallbacks:
             fallbacks.write(fmt.fallback_batch(TABLE, 0, vectors[0], {}))
         now = time.time()
         manifest = Manifest(
@@ -131,10 +132,10 @@ def _write_log(directory: Path) -> list[float]:
             created_unix=now,
             committed_unix=now,
             tables={TABLE: info},
-            parts=(FileEntry(part.name, 0, parts.rows, parts.nbytes, parts.crc32),),
-            fallbacks=(FileEntry(fallback.name, 0, fallbacks.rows, fallbacks.nbytes, fallbacks.crc32),),
+            parts=(FileEntry(part, 0, parts.rows, parts.nbytes, parts.crc32),),
+            fallbacks=(FileEntry(fallback, 0, fallbacks.rows, fallbacks.nbytes, fallbacks.crc32),),
             stats=(RankStats(ROWS, 0, 0.0),),
         )
-        (path / MANIFEST_NAME).write_bytes(manifest.to_json())
+        place.put(dump.directory, MANIFEST_NAME, manifest.to_json())
         previous = dump
     return written
