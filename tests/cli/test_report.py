@@ -62,6 +62,28 @@ def test_page_carries_the_figures_of_dumps_that_count(page: Path) -> None:
     assert "<dd>4<small>" not in text and "1 dump that a restart made void" in text
 
 
+def test_page_tells_when_each_dump_was_published(log: Path, tmp_path: Path) -> None:
+    told = tmp_path / "published.jsonl"
+    told.write_text(run_publish(log, f"parquet://{tmp_path}/snapshot"))
+    arguments = ["report", str(log), "--published", str(told), "--out"]
+    done = CliRunner().invoke(main, [*arguments, str(tmp_path / "report.html")])
+    assert done.exit_code == 0, done.output
+    lags = figures_in(tmp_path / "report.html")["published_lag"]
+    assert isinstance(lags, list) and len(lags) == 4
+    assert lags == sorted(lags, reverse=True) and lags[-1] > 0  # all were published at once
+    assert "Step to published" in (tmp_path / "report.html").read_text("utf-8")
+    told.write_text("{}\n")
+    done = CliRunner().invoke(main, [*arguments, str(tmp_path / "none.html")])
+    assert done.exit_code == 2 and "line 1 is not what" in done.output
+    assert not (tmp_path / "none.html").exists()
+
+
+def run_publish(log: Path, url: str) -> str:
+    done = CliRunner().invoke(main, ["publish", str(log), url, "--json"])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_page_names_nothing_that_would_have_to_be_loaded(page: Path) -> None:
     own = page.read_text("utf-8").replace(figures_library(), "")
     assert not re.search(r"""(src|href)\s*=(?!\s*["']?data:)""", own)

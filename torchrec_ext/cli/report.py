@@ -36,6 +36,12 @@ Examples:
 )
 @click.option("--sink", metavar="URL", help="A sink that DIR is published to: shows how far behind it is.")
 @click.option(
+    "--published",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="What `publish --json` printed: shows when each dump was published.",
+)
+@click.option(
     "--last",
     type=click.IntRange(min=1),
     default=500,
@@ -44,11 +50,14 @@ Examples:
     help="Of how many of the newest dumps to draw the figures.",
 )
 @json_option
-def command(directory: str, out: Path, sink: str | None, last: int, as_json: bool) -> None:
+def command(
+    directory: str, out: Path, sink: str | None, published: Path | None, last: int, as_json: bool
+) -> None:
     """Draws DIR as one HTML page that needs no network.
 
     It shows rows upserted, deleted and evicted per dump, bytes, how long training stood still, how long
-    after its step each dump was committed, embedding norms, how far rows moved, and how full tables are.
+    after its step each dump was committed and published, embedding norms, how far rows moved, and how full
+    tables are.
     With --json, prints the figures too.
 
     The exit code is 0, 2 if DIR cannot be read or the page cannot be written, 3 if the sink does not answer.
@@ -57,7 +66,7 @@ def command(directory: str, out: Path, sink: str | None, last: int, as_json: boo
     with user_errors(), progress("reading", unit="rows") as shown:
         from torchrec_ext.report import write_report
 
-        figures = write_report(directory, out, sink=sink, last=last, progress=shown)
+        figures = write_report(directory, out, sink=sink, published=published, last=last, progress=shown)
     if as_json:
         print_json(figures)
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -44,7 +46,42 @@ def published_at(url: str, dumps: Sequence[Manifest]) -> Published:
     return Published(None, len(dumps), dumps[-1].step if dumps else 0)
 
 
-def key_figures(figures: LogFigures, published: Published | None) -> list[tuple[str, str, str]]:
+def read_publications(path: Path) -> list[tuple[DumpId, float]]:
+    """What ``torchrec-ext publish --json`` printed: up to which dump, and how long after its step.
+
+    Raises:
+        ValueError: a line is something else.
+        OSError: the file cannot be read.
+    """
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            told = json.loads(line)
+            found.append((DumpId(int(told["generation"]), int(told["step"])), float(told["lag_seconds"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not what `torchrec-ext publish --json` prints"
+            ) from error
+    return found
+
+
+def lags_to_published(
+    dumps: Sequence[DumpFigures], publications: Sequence[tuple[DumpId, float]]
+) -> list[float | None]:
+    """How long after its step each dump was published first; None: it was not, or is a base."""
+    created = {dump.dump: dump.created_unix for dump in dumps}
+    times = [(dump, created[dump] + lag) for dump, lag in publications if dump in created]
+    return [
+        None
+        if dump.is_base
+        else min((at - dump.created_unix for last, at in times if last >= dump.dump), default=None)
+        for dump in dumps
+    ]
+
+
+def key_figures(
+    figures: LogFigures, published: Published | None, publications: Sequence[tuple[DumpId, float]] = ()
+) -> list[tuple[str, str, str]]:
     """What to tell first: a label, a value, and a detail of each."""
     dumps = figures.dumps
     totals = {name: sum(getattr(t, name) for d in dumps for t in d.tables.values()) for name in _COUNTS}
@@ -70,6 +107,8 @@ def key_figures(figures: LogFigures, published: Published | None) -> list[tuple[
     ]
     if lags:
         cards.append(("Step to commit", _time(median(lags)), f"{_time(max(lags))} at most"))
+    if found := [lag for lag in lags_to_published(dumps, publications) if lag is not None]:
+        cards.append(("Step to published", _time(median(found)), f"{_time(max(found))} at most"))
     if published is not None:
         cards.append(_card_of(published))
     return cards
@@ -110,7 +149,12 @@ def tables_of(figures: LogFigures) -> list[dict[str, str]]:
     return lines
 
 
-def plotted(figures: LogFigures, published: Published | None, last: int) -> dict[str, Any]:
+def plotted(
+    figures: LogFigures,
+    published: Published | None,
+    last: int,
+    publications: Sequence[tuple[DumpId, float]] = (),
+) -> dict[str, Any]:
     """What the plots are drawn from: columns, one entry per dump."""
     dumps = figures.dumps[-last:]
     return {
@@ -121,6 +165,9 @@ def plotted(figures: LogFigures, published: Published | None, last: int) -> dict
         "bytes": [dump.nbytes for dump in dumps],
         "stall": [_digits(dump.longest_stall_seconds) for dump in dumps],
         "lag": [None if dump.lag_seconds is None else _digits(dump.lag_seconds) for dump in dumps],
+        "published_lag": [
+            None if lag is None else _digits(lag) for lag in lags_to_published(dumps, publications)
+        ],
         "published": next((n for n, d in enumerate(dumps) if published and d.dump == published.dump), None),
         "tables": {fqn: _columns([dump.tables.get(fqn) for dump in dumps]) for fqn in sorted(figures.tables)},
     }

@@ -6,7 +6,7 @@ import html
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -14,8 +14,16 @@ from string import Template
 from torchrec_ext import __version__
 from torchrec_ext.delta.figures import SAMPLED_KEYS, LogFigures, figures_of
 from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.manifest import DumpId
 from torchrec_ext.errors import DeltaLogError
-from torchrec_ext.report.content import Published, key_figures, plotted, published_at, tables_of
+from torchrec_ext.report.content import (
+    Published,
+    key_figures,
+    plotted,
+    published_at,
+    read_publications,
+    tables_of,
+)
 
 DUMPS_SHOWN = 500
 
@@ -25,6 +33,7 @@ def write_report(
     path: str | os.PathLike[str],
     *,
     sink: str | None = None,
+    published: str | os.PathLike[str] | None = None,
     last: int = DUMPS_SHOWN,
     progress: Callable[[int, int], None] | None = None,
 ) -> LogFigures:
@@ -36,6 +45,7 @@ def write_report(
         log: a dump directory.
         path: the page.
         sink: the URL of a sink that the log is published to, for how far behind it is.
+        published: a file with what ``torchrec-ext publish --json`` printed, for when each dump was published.
         last: of how many of the newest dumps to draw the figures; all dumps are read.
         progress: is told how many rows of how many have been read.
 
@@ -45,19 +55,21 @@ def write_report(
     Raises:
         ModuleNotFoundError: Plotly is not installed; names the extra.
         DeltaLogError: the log is empty, broken or damaged.
-        ValueError: ``sink`` is not a sink's URL, or ``last`` is not positive.
+        ValueError: ``sink`` is not a sink's URL, ``published`` holds something else, or ``last`` is not
+            positive.
         PublishError: the sink cannot be asked for its position.
-        OSError: the page cannot be written.
+        OSError: the page cannot be written, or ``published`` not read.
     """
     if last < 1:
         raise ValueError(f"last is {last}; a report shows at least one dump")
     library = _plotly()  # first: reading the log may take long
     log = DeltaLog.of(log)
-    published = None if sink is None else published_at(sink, log.dumps())
+    publications = [] if published is None else read_publications(Path(published))
+    stands = None if sink is None else published_at(sink, log.dumps())
     figures = figures_of(log, progress=progress)
     if not figures.dumps:
         raise DeltaLogError(f"{log.place} holds no dump yet")
-    _replace(Path(path), _page(figures, published, last, library))
+    _replace(Path(path), _page(figures, stands, publications, last, library))
     return figures
 
 
@@ -72,7 +84,13 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
-def _page(figures: LogFigures, published: Published | None, last: int, library: str) -> str:
+def _page(
+    figures: LogFigures,
+    stands: Published | None,
+    publications: Sequence[tuple[DumpId, float]],
+    last: int,
+    library: str,
+) -> str:
     assets = files("torchrec_ext.report").joinpath("assets")
     read = {name: assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js")}
     where = figures.directory
@@ -86,14 +104,14 @@ def _page(figures: LogFigures, published: Published | None, last: int, library: 
         steps=f"step {first.dump.step:,} to {newest.dump.step:,}",
         begun=_moment(first.created_unix),
         ended=_moment(newest.committed_unix),
-        cards="\n".join(map(_card, key_figures(figures, published))),
+        cards="\n".join(map(_card, key_figures(figures, stands, publications))),
         tables="\n".join(_table_row(**table) for table in tables_of(figures)),
         options="\n".join(f"<option>{html.escape(fqn)}</option>" for fqn in sorted(figures.tables)),
         notes=" ".join(_notes(figures, last)),
         version=__version__,
         written=_moment(time.time()),
         css=read["page.css"],
-        data=_in_script(json.dumps(plotted(figures, published, last), separators=(",", ":"))),
+        data=_in_script(json.dumps(plotted(figures, stands, last, publications), separators=(",", ":"))),
         library=library,
         js=read["page.js"],
     )

@@ -144,11 +144,11 @@ function drawOccupancy() {
 function drawCosts() {
   const time = { ticksuffix: "s", tickformat: "~s" };
   const template = { hovertemplate: "%{y:.3~s}s" };
-  const cost = (id, trace, axis, format, extra = {}) => {
-    const { top, annotations = [] } = forTheRest(trace.y, format);
+  const cost = (id, trace, axis, format, extra = {}, more = []) => {
+    const { top, annotations = [] } = forTheRest(more[0]?.y ?? trace.y, format);
     const range = top === undefined ? {} : { range: [0, top] };
     const above = annotations.map((note) => ({ ...note, yanchor: "bottom", xshift: -6 }));
-    draw(id, [trace], { ...axis, ...range }, { ...extra, annotations: [...above, ...(extra.annotations ?? [])] });
+    draw(id, [trace, ...more], { ...axis, ...range }, { ...extra, annotations: [...above, ...(extra.annotations ?? [])] });
   };
   cost("stall", bars("stood still", data.stall, "violet", template), time, seconds);
   cost("bytes", bars("written", data.bytes, "teal", { hovertemplate: "%{y:,} bytes" }), { tickformat: "~s", ticksuffix: "B" },
@@ -158,7 +158,9 @@ function drawCosts() {
     shapes: [{ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", line: { color: color("teal"), width: 2, dash: "dot" } }],
     annotations: [{ x: at, y: 1, yref: "paper", text: "published", showarrow: false, xanchor: "right", xshift: -5, font: { color: color("teal") } }],
   };
-  cost("lag", line("step to commit", data.lag, "blue", template), time, seconds, mark);
+  const publications = data.published_lag.some((lag) => lag !== null)
+    ? [line("step to published", data.published_lag, "teal", template)] : [];
+  cost("lag", line("step to commit", data.lag, "blue", template), time, seconds, mark, publications);
 }
 
 function drawTables() {
