@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+
+import pytest
+import torch
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
 
@@ -29,19 +33,35 @@ def test_an_arena_packs_matrices_into_chunks_and_gives_them_back() -> None:
 
 def test_a_request_beyond_the_limit_waits_until_chunks_come_back() -> None:
     pool = BufferPool(CHUNK_BYTES, pin_memory=False)
-    held = pool.acquire()
+    held: list[torch.Tensor] = []
+    pool.acquire(held)
     asking, order = threading.Event(), []
 
     def ask() -> None:
         asking.set()
-        pool.acquire()
+        pool.acquire([])
         order.append("acquired")
 
     thread = threading.Thread(target=ask)
     thread.start()
     asking.wait()
     order.append("released")
-    pool.release([held])
+    pool.release(held)
     thread.join(30)
     assert order == ["released", "acquired"]
     assert pool.handed_out == 1
+
+
+def test_an_interrupt_while_memory_is_taken_leaves_no_chunk_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def interrupted(*args: Any, **options: Any) -> torch.Tensor:
+        empty(*args, **options)
+        raise KeyboardInterrupt
+
+    pool = BufferPool(CHUNK_BYTES, pin_memory=False)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch, "empty", interrupted)
+        pool.acquire([])
+    assert pool.handed_out == 0
+    pool.acquire([])  # would wait for ever

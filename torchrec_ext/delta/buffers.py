@@ -33,14 +33,17 @@ class BufferPool:
         """Chunks that are in use."""
         return self._handed_out
 
-    def acquire(self) -> torch.Tensor:
-        """A chunk, float32 ``[CHUNK_BYTES / 4]``; waits while too many are handed out."""
+    def acquire(self, chunks: list[torch.Tensor]) -> None:
+        """Appends a chunk, float32 ``[CHUNK_BYTES / 4]``; waits while too many are handed out."""
         with self._returned:
             self._returned.wait_for(lambda: self._handed_out < self.max_chunks)
-            self._handed_out += 1
+            # Counted last: a Ctrl-C may come in between, and what is counted and nobody has never comes back.
             if self._free:
-                return self._free.pop()
-        return torch.empty(CHUNK_BYTES // 4, dtype=torch.float32, pin_memory=self._pin_memory)
+                chunk = self._free.pop()
+            else:
+                chunk = torch.empty(CHUNK_BYTES // 4, dtype=torch.float32, pin_memory=self._pin_memory)
+            chunks.append(chunk)
+            self._handed_out += 1
 
     def release(self, chunks: list[torch.Tensor]) -> None:
         """Takes chunks back."""
@@ -62,7 +65,7 @@ class Arena:
         """Room for as many of ``rows`` vectors as fit in one piece, float32 ``[k, dim]``, ``k >= 1``."""
         room = (self._chunks[-1].numel() - self._used) // dim if self._chunks else 0
         if room == 0:
-            self._chunks.append(self._pool.acquire())
+            self._pool.acquire(self._chunks)
             self._used = 0
             room = self._chunks[-1].numel() // dim
         count = min(rows, room)
