@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ NARROW = 16  # a table of 4M rows, and its optimizer's state, must fit
 WARM_UP_STEPS, GROWTH_STEPS = 100, 300
 NONE, OURS = "no dumper", "ours"
 AT_DUMP, AT_STEP = "baseline, unique at the dump", "baseline, unique at every step"
+LEAST = "plain Parquet alone"
 
 
 def run(quick: bool) -> Result:
@@ -61,6 +64,8 @@ def run(quick: bool) -> Result:
         notes=(
             f"CPU added: trainer and writer together over {STEPS} steps and {DUMPS} dumps of about "
             f"{CHANGED:,} rows, less what the same steps cost without a dumper",
+            f"{LEAST}: pyarrow writes as many vectors, uncompressed, without dictionaries or statistics, and "
+            "nothing is tracked or gathered",
             f"whole dump: trainer and writer until it is committed, of the same {SAME_CHANGES:,} changed "
             "rows",
             f"memory: all that the dumper of a ZCH table of {large:,} rows keeps alive and the model alone "
@@ -111,11 +116,24 @@ def _cpu_added(directory: Path, rounds: int) -> list[Measurement]:
         step += STEPS
     dumper.close()
     added = {name: [a - b for a, b in zip(cpu[name], cpu[NONE], strict=True)] for name in names[1:]}
+    least = [_write_plain(directory / "plain.parquet", sum(rows[-DUMPS:]) // DUMPS) for _ in range(rounds)]
     return [
         *(Measurement(f"CPU of {STEPS} steps, {name}", "s", tuple(cpu[name])) for name in names),
         Measurement("rows per dump", "rows", tuple(rows[DUMPS:])),
         *(Measurement.ratio(f"CPU added, {OURS} / {name}", added[OURS], added[name]) for name in baselines),
+        *(Measurement.ratio(f"CPU, {LEAST} / {name}", least, added[name]) for name in baselines),
     ]
+
+
+def _write_plain(path: Path, rows: int) -> float:
+    """CPU seconds of writing as many vectors as the dumps hold, as simply as Parquet can be written."""
+    vectors = torch.randn(rows * DIM).numpy()
+    offsets = pa.array(np.arange(0, len(vectors) + 1, DIM, dtype=np.int32))
+    table = pa.table({"embedding": pa.ListArray.from_arrays(offsets, pa.array(vectors))})
+    began = time.process_time()
+    for _ in range(DUMPS):
+        pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+    return time.process_time() - began
 
 
 def _size_of_table(directory: Path, large: int, rounds: int) -> list[Measurement]:

@@ -97,13 +97,18 @@ def writer(tmp_path: Path) -> LogWriter:
     schedule=events(),
     seed=st.integers(0, 2**32),
     max_memory_bytes=st.sampled_from([300, 1000, 1 << 30]),
+    decoded_bytes=st.sampled_from([1, 40, 1 << 19]),
 )
 def test_answers_stay_the_same_whenever_a_log_is_compacted_and_vacuumed(
-    schedule: list[Event], seed: int, max_memory_bytes: int
+    schedule: list[Event], seed: int, max_memory_bytes: int, decoded_bytes: int
 ) -> None:
-    """``event.publish`` says after which dumps it is; dumps that a restart goes back to may be gone."""
+    """``event.publish`` says after which dumps it is; dumps that a restart goes back to may be gone.
+
+    However many vectors of a row group are decoded at once.
+    """
     rng = random.Random(seed)
-    with scratch() as directory:
+    with scratch() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_READ_BYTES", decoded_bytes)
         writer = LogWriter(directory / "deltas", TABLES)
         log = DeltaLog(writer.directory)
         steps: list[int] = []
@@ -348,14 +353,30 @@ def test_row_groups_hold_rows_of_one_table_and_files_are_split(
     }
 
 
-@pytest.mark.parametrize("highest", [1, 50, 2**62])
-def test_last_places_are_those_of_a_dictionary_however_many_keys_are_sorted_at_once(
-    highest: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 5000])
+@pytest.mark.parametrize(
+    "lowest, highest", [(0, 1), (-1, 1), (-50, 50), (-(2**62), 2**62), (2**63 - 99, 2**63)]
+)
+@pytest.mark.parametrize("beside", [(), (-(2**63),), (-(2**63), 2**63 - 1)])
+def test_last_places_are_those_of_a_dictionary_however_keys_are_sorted(
+    count: int, lowest: int, highest: int, beside: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay, "_SORTED_AT_ONCE", 1000)
-    keys = np.random.default_rng(0).integers(-highest, highest, 5000)
+    drawn = np.random.default_rng(0).integers(lowest, highest, count)
+    keys = np.concatenate([drawn, np.array(beside, np.int64), drawn])
     last = {key: place for place, key in enumerate(keys.tolist())}
     assert replay.last_places(keys).tolist() == [last[key] for key in sorted(last)]
+
+
+@pytest.mark.parametrize("spare_bits", [-1, 0, 1])
+def test_last_places_of_keys_that_just_fit_beside_their_place_are_right(spare_bits: int) -> None:
+    count = 1000
+    range_ = 1 << (63 - count.bit_length() - spare_bits)
+    keys = np.random.default_rng(0).integers(0, 3, count) * (range_ // 2)
+    keys[:2] = 0, range_ - 1
+    last = {key: place for place, key in enumerate(keys.tolist())}
+    for low in (-(2**63), -(range_ // 2), 0):
+        assert replay.last_places(keys + low).tolist() == [last[key] for key in sorted(last)]
 
 
 # Killed at a line.

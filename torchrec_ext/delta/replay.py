@@ -24,7 +24,7 @@ from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
 
 _THREADS = 8
-_COPIED_ROWS = 4096
+_READ_BYTES = 1 << 19
 _SORTED_AT_ONCE = 1 << 20
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
@@ -217,7 +217,7 @@ class Replay:
     def latest(
         self, fqn: str, among: NDArray[np.int64] | None = None
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
-        """The vectors of a table after the last dump taken in, a row group at a time.
+        """The vectors of a table after the last dump taken in, some of a row group at a time.
 
         Args:
             fqn: the table.
@@ -252,11 +252,8 @@ def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.fl
     vectors = np.empty((len(winners), history.info.dim), np.float32)
 
     def read(wanted: _Wanted) -> None:
-        for _, which, found, rows in _read(wanted, history.info.dim):
-            # What is copied stays in the cache, and in memory that was used before.
-            for start in range(0, len(rows), _COPIED_ROWS):
-                here = slice(start, start + _COPIED_ROWS)
-                vectors[which[here]] = found[rows[here]]
+        for _, which, found in _read(wanted, history.info.dim):
+            vectors[which] = found
 
     with reading_threads() as threads:  # Arrow decodes, and NumPy copies, without the GIL
         for _ in threads.map(read, _wanted(history, winners)):
@@ -269,8 +266,8 @@ def _vectors_at(
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
     """Reads the vectors at positions of the table's history: which of the positions, theirs, how stored."""
     for wanted in _wanted(history, winners):
-        for group, which, found, rows in _read(wanted, history.info.dim):
-            yield which, found[rows], group.storage_dtype
+        for group, which, found in _read(wanted, history.info.dim):
+            yield which, found, group.storage_dtype
 
 
 _Wanted = list[tuple[_Group, NDArray[np.int64], NDArray[np.int64]]]
@@ -278,9 +275,12 @@ _Wanted = list[tuple[_Group, NDArray[np.int64], NDArray[np.int64]]]
 
 
 def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wanted]:
-    by_position = np.argsort(winners)
-    positions = winners[by_position]
     starts = np.cumsum([0, *(len(group.keys) for group in history.groups)])
+    # By position, without a sort: which of the winners stands there, counted from 1.
+    standing = np.zeros(starts[-1], np.int32)
+    standing[winners] = np.arange(1, len(winners) + 1, dtype=np.int32)
+    positions = np.flatnonzero(standing)
+    by_position = standing[positions] - 1
     bounds = np.searchsorted(positions, starts)
     needed = [n for n in range(len(history.groups)) if bounds[n + 1] > bounds[n]]
     for _, of_file in itertools.groupby(needed, key=lambda n: history.groups[n].file):
@@ -294,17 +294,23 @@ def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wan
         ]
 
 
-def _read(
-    wanted: _Wanted, dim: int
-) -> Iterator[tuple[_Group, NDArray[np.int64], NDArray[np.float32], NDArray[np.integer[Any]]]]:
-    """A row group, which of the positions asked for are its, its vectors, and which of them are theirs."""
+def _read(wanted: _Wanted, dim: int) -> Iterator[tuple[_Group, NDArray[np.int64], NDArray[np.float32]]]:
+    """Some rows of a row group at a time: which of the positions asked for are among them, their vectors."""
     part = wanted[0][0].file
+    # What is decoded, and copied from, stays in the cache, and in memory that was used before.
+    at_once = max(1, _READ_BYTES // (4 * dim))
     try:
         with part.open() as file:
             for group, which, rows in wanted:
-                column = file.read_row_group(group.index, columns=["embedding"], use_threads=False)
-                found = fmt.vectors_of(column["embedding"].chunks, dim)
-                yield group, which, found, group.vectors_of(rows)
+                asked, begin, taken = group.vectors_of(rows), 0, 0
+                for batch in file.iter_batches(
+                    at_once, row_groups=[group.index], columns=["embedding"], use_threads=False
+                ):
+                    found = fmt.vectors_of([batch["embedding"]], dim)
+                    last = int(np.searchsorted(asked, begin + len(found)))
+                    if last > taken:
+                        yield group, which[taken:last], found[asked[taken:last] - begin]
+                    begin, taken = begin + len(found), last
     except MissingFileError as error:
         raise gone(part) from error
     except ValueError as error:
@@ -346,8 +352,14 @@ def fallback_of(
 
 def last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """The last place of each key, int64, in the order of the keys."""
+    if not len(keys):
+        return np.empty(0, np.int64)
+    width = len(keys).bit_length()
+    low, high = int(keys.min()), int(keys.max())
+    if (high - low) >> (63 - width) == 0:
+        return _last_places_of_narrow(keys, low, width)
     if len(keys) < _SORTED_AT_ONCE:
-        return _last_places(keys)
+        return _last_places_of_wide(keys)
     shares = min(_THREADS, os.cpu_count() or 1)
     bounds = np.quantile(keys[:: len(keys) // 1000], np.linspace(0, 1, shares + 1)[1:-1], method="lower")
 
@@ -358,13 +370,24 @@ def last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
         if share < shares - 1:
             inside &= keys < bounds[share]
         places = np.flatnonzero(inside)
-        return places[_last_places(keys[places])]
+        return places[_last_places_of_wide(keys[places])]
 
     with reading_threads() as threads:  # NumPy sorts without the GIL
         return np.concatenate(list(threads.map(of_share, range(shares))))
 
 
-def _last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+def _last_places_of_narrow(keys: NDArray[np.int64], low: int, width: int) -> NDArray[np.int64]:
+    # A key and its place fit in one number: to sort these takes a fifth of the time of an argsort.
+    ordered = keys - low
+    ordered <<= width
+    ordered |= np.arange(len(keys))
+    ordered.sort()
+    place = (1 << width) - 1
+    differs = np.append((ordered[1:] ^ ordered[:-1]) > place, True)
+    return ordered[np.flatnonzero(differs)] & place
+
+
+def _last_places_of_wide(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     if not len(keys):
         return np.empty(0, np.int64)
     # Not a stable sort, which takes three times as long: the last place is the highest.
