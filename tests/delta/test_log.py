@@ -161,7 +161,7 @@ def test_step_that_was_not_dumped_is_an_error(directory: Path) -> None:
         log.read(25)
     with pytest.raises(DeltaLogError, match=r"no committed dump of step 20 of generation 3$"):
         log.read(20, generation=3)
-    with pytest.raises(DeltaLogError, match=r"no committed dump at or before step 9$"):
+    with pytest.raises(DeltaLogError, match=r"no committed dump at or before step 9; the first is of step 10$"):
         log.replay(upto=9)
 
 
@@ -223,7 +223,7 @@ def test_damaged_file_is_an_error_that_names_dump_and_file(
     directory: Path, answered: Answers, damage: Callable[[Path], str]
 ) -> None:
     what = damage(directory / SECOND)
-    with pytest.raises(DeltaLogError, match=f"^{SECOND}: .*{what}"):
+    with pytest.raises(DeltaLogError, match=f"^{directory}: {SECOND}: .*{what}"):
         DeltaLog(directory).replay()
     # What does not need the damaged file is still readable.
     log = DeltaLog(directory)
@@ -287,7 +287,7 @@ def test_flipped_bit_of_a_manifest_is_an_error_or_changes_nothing(directory: Pat
 @pytest.mark.parametrize("kind", ["parts", "fallbacks"])
 def test_manifest_cannot_name_a_file_that_is_not_its_own(directory: Path, kind: str, name: Any) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest[kind][1].update(name=name))
-    with pytest.raises(DeltaLogError, match=f"^{SECOND}: manifest.json names {name!r}"):
+    with pytest.raises(DeltaLogError, match=f"^{directory}: {SECOND}: manifest.json names {name!r}"):
         DeltaLog(directory).dumps()
 
 
@@ -311,7 +311,7 @@ def test_manifest_that_lacks_a_field_is_an_error_that_names_dump_and_field(
     directory: Path, field: str
 ) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest.pop(field))
-    with pytest.raises(DeltaLogError, match=f"^{SECOND}: manifest.json.*'{field}'"):
+    with pytest.raises(DeltaLogError, match=f"^{directory}: {SECOND}: manifest.json.*'{field}'"):
         DeltaLog(directory).dumps()
 
 
@@ -371,7 +371,7 @@ def test_superseded_dumps_are_not_replayed(directory: Path) -> None:
     with pytest.raises(DeltaLogError, match=r"no committed dump of step 10$"):
         log.read(10)
     assert len(log.read(10, generation=0)) == dumps[0].rows
-    with pytest.raises(DeltaLogError, match=r"no committed dump at or before step 10$"):
+    with pytest.raises(DeltaLogError, match=r"no committed dump at or before step 10; the first is of step 20$"):
         log.replay(upto=10)
 
 
@@ -400,7 +400,7 @@ def test_manifest_with_fields_of_a_later_version_of_the_package_is_read(
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"{}", b"\x00" * 100])
 def test_file_that_is_no_manifest_is_an_error_that_names_the_dump(directory: Path, data: bytes) -> None:
     (directory / SECOND / "manifest.json").write_bytes(data)
-    with pytest.raises(DeltaLogError, match=f"^{SECOND}: manifest.json is not a manifest"):
+    with pytest.raises(DeltaLogError, match=f"^{directory}: {SECOND}: manifest.json is not a manifest"):
         DeltaLog(directory).dumps()
 
 
@@ -410,7 +410,8 @@ def test_manifest_of_another_format_version_is_an_error_that_says_what_to_do(
 ) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest.update(format_version=version))
     with pytest.raises(
-        DeltaLogError, match=f"^{SECOND}: format version {version!r}; .*use the one that wrote it"
+        DeltaLogError,
+        match=f"^{directory}: {SECOND}: format version {version!r}; .*use the one that wrote it",
     ):
         DeltaLog(directory).dumps()
 
@@ -419,14 +420,17 @@ def test_manifest_of_another_format_version_is_an_error_that_says_what_to_do(
 def test_gap_in_the_chain_is_an_error_that_names_both_dumps(directory: Path, kept: str, stray: str) -> None:
     shutil.rmtree(directory / kept)
     with pytest.raises(
-        DeltaLogError, match=f"^{stray} follows {kept}, which is missing: the chain has a gap"
+        DeltaLogError,
+        match=f"^{directory}: {stray} follows {kept}, whose manifest.json is missing: the chain has a gap",
     ):
         DeltaLog(directory).dumps()
 
 
 def test_log_without_its_first_dump_is_an_error(directory: Path) -> None:
     shutil.rmtree(directory / "step_000000000010.g0000")
-    with pytest.raises(DeltaLogError, match=f"^{SECOND} follows step_000000000010.g0000, which is missing"):
+    with pytest.raises(
+        DeltaLogError, match=f"^{directory}: {SECOND} follows step_000000000010.g0000, whose manifest"
+    ):
         DeltaLog(directory).replay()
 
 
@@ -434,7 +438,7 @@ def test_copied_dump_is_an_error_that_names_both_directories(directory: Path) ->
     copy = "step_000000000050.g0000"
     shutil.copytree(directory / SECOND, directory / copy)
     with pytest.raises(
-        DeltaLogError, match=f"^{copy}: manifest.json is that of {SECOND}.* copied or renamed"
+        DeltaLogError, match=f"^{directory}: {copy}: manifest.json is that of {SECOND}.* copied or renamed"
     ):
         DeltaLog(directory).dumps()
 
@@ -450,7 +454,8 @@ def _copy_of_second(directory: Path, step: int, generation: int, **fields: Any) 
 def test_two_dumps_after_the_same_one_are_an_error_that_names_all_three(directory: Path) -> None:
     fork = _copy_of_second(directory, 50, 0)
     with pytest.raises(
-        DeltaLogError, match=f"^{SECOND} and {fork} both follow step_000000000010.g0000: two trainers"
+        DeltaLogError,
+        match=f"^{directory}: {SECOND} and {fork} both follow step_000000000010.g0000: two trainers",
     ):
         DeltaLog(directory).dumps()
 
@@ -473,13 +478,15 @@ def test_late_dump_of_the_same_run_is_an_error(directory: Path) -> None:
 
 def test_two_first_dumps_are_an_error(directory: Path) -> None:
     edit_manifest(directory / SECOND, lambda manifest: manifest.update(previous=None))
-    with pytest.raises(DeltaLogError, match=f"^step_000000000010.g0000 and {SECOND} both follow nothing"):
+    with pytest.raises(
+        DeltaLogError, match=f"^{directory}: step_000000000010.g0000 and {SECOND} both follow nothing"
+    ):
         DeltaLog(directory).dumps()
 
 
 def test_dumps_that_follow_each_other_in_a_circle_are_an_error(directory: Path) -> None:
     edit_manifest(directory / SECOND, lambda m: m["previous"].update(step=40))
-    with pytest.raises(DeltaLogError, match=f"^{SECOND} is not connected to the first dump"):
+    with pytest.raises(DeltaLogError, match=f"^{directory}: {SECOND} is not connected to the first dump"):
         DeltaLog(directory).dumps()
 
 
@@ -492,7 +499,7 @@ def test_entries_that_are_no_dumps_are_left_alone(directory: Path, answered: Ans
 
 def test_file_in_place_of_a_dump_is_an_error_that_names_it(directory: Path) -> None:
     (directory / "step_000000000050.g0000").write_text("not a directory")
-    with pytest.raises(DeltaLogError, match=r"^step_000000000050\.g0000"):
+    with pytest.raises(DeltaLogError, match=rf"^{directory}: step_000000000050\.g0000"):
         DeltaLog(directory).dumps()
 
 

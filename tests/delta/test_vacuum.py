@@ -219,7 +219,9 @@ def test_gap_that_no_base_explains_is_an_error(writer: LogWriter) -> None:
     compact(writer.directory, 20)
     for file in (writer.directory / "step_000000000040.g0000").iterdir():
         file.unlink()
-    with pytest.raises(DeltaLogError, match=r"follows step_000000000040\.g0000, which is missing"):
+    with pytest.raises(
+        DeltaLogError, match=r"follows step_000000000040\.g0000, whose manifest.json is missing"
+    ):
         DeltaLog(writer.directory).dumps()
     with pytest.raises(DeltaLogError, match="the chain has a gap"):
         vacuum(writer.directory, **NOW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from torchrec_ext.delta.manifest import DumpId, Manifest
+from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
 from torchrec_ext.errors import DeltaLogError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _back_from(
 
 def _gap(dump: DumpId, before: DumpId) -> DeltaLogError:
     return DeltaLogError(
-        f"{dump.directory} follows {before.directory}, which is missing: the chain has a gap"
+        f"{dump.directory} follows {before.directory}, whose {MANIFEST_NAME} is missing: the chain has a gap"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from torchrec_ext.delta.chain import in_chain_order
@@ -72,8 +73,18 @@ def read_manifest(place: Place, name: str) -> Manifest | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DeltaLogError(f"{name}: {MANIFEST_NAME} cannot be read: {error}") from error
-    return Manifest.from_json(data, name)
+        raise DeltaLogError(f"{place}: {name}: {MANIFEST_NAME} cannot be read: {error}") from error
+    with naming(place):
+        return Manifest.from_json(data, name)
+
+
+@contextlib.contextmanager
+def naming(place: Place) -> Iterator[None]:
+    """Puts the log's place before what errors say of its dumps."""
+    try:
+        yield
+    except DeltaLogError as error:
+        raise DeltaLogError(f"{place}: {error}") from error.__cause__
 
 
 def entry_names(place: Place, folder: str = "") -> list[str]:
@@ -92,7 +103,8 @@ def _list_log(place: Place) -> Listing:
     names = entry_names(place)
     dumps = _manifests(place, [name for name in names if DumpId.from_directory(name)])
     bases = _manifests(place, [name for name in names if DumpId.from_base_directory(name)])
-    chain = in_chain_order(dumps, bases)
+    with naming(place):
+        chain = in_chain_order(dumps, bases)
     counts = {manifest.dump for manifest in chain}
     strays = [manifest for dump, manifest in sorted(dumps.items()) if dump not in counts]
     if chain and chain[0].is_base:  # what it has taken the place of is on its way out

@@ -236,7 +236,7 @@ class DeltaLog:
         Raises:
             DeltaLogError: a file is missing or damaged.
         """
-        replay = Replay(keep)
+        replay = Replay(self.place, keep)
 
         def read(dump: Manifest, entry: FileEntry) -> Part:
             return replay.read_part(dump, self.checked_file(dump, entry, fmt.PART_SCHEMA))
@@ -275,8 +275,11 @@ class DeltaLog:
         )
         if last is None:
             wanted = "" if upto is None else f" at or before step {upto}"
-            gone = f"; {_taken_by(dumps[0])}" if dumps and dumps[0].is_base else ""
-            raise DeltaLogError(f"{self.place}: no committed dump{wanted}{gone}")
+            where = ""
+            if dumps:
+                first = dumps[0]
+                where = f"; {_taken_by(first) if first.is_base else f'the first is of step {first.step}'}"
+            raise DeltaLogError(f"{self.place}: no committed dump{wanted}{where}")
         return since_base(dumps[: last + 1], bases, void)
 
     def _of_history(self, upto: int | None, read: Callable[[list[Manifest]], T]) -> T:
@@ -346,13 +349,15 @@ class DeltaLog:
         chain, bases, strays = self.listing()
         if dump.dump in void_dumps(chain) and not dump.is_base:
             raise VacuumedError(
-                f"{dump.directory} was superseded, and its rows were removed by vacuum: list the dumps again"
+                f"{self.place}: {dump.directory} was superseded, and its rows were removed by vacuum: "
+                "list the dumps again"
             )
         listed = bases.values() if dump.is_base else [*chain, *strays]
         if dump.directory not in {other.directory for other in listed}:
             newer = [base for base in bases.values() if base.dump >= dump.dump]
             if newer:
-                raise VacuumedError(f"{dump.directory} is gone: {_taken_by(newer[0])}. List the dumps again")
+                gone = _taken_by(newer[0])
+                raise VacuumedError(f"{self.place}: {dump.directory} is gone: {gone}. List the dumps again")
 
 
 def _taken_by(base: Manifest) -> str:

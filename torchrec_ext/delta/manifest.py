@@ -223,7 +223,8 @@ class Manifest:
             raw = json.loads(data)
             version = raw["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is not a manifest: {error}") from error
+            fault = _fault(error)
+            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is not a manifest: {fault}") from error
         if version != FORMAT_VERSION:
             raise DeltaLogError(
                 f"{directory}: format version {version!r}; this torchrec_ext reads version "
@@ -252,7 +253,7 @@ class Manifest:
                 retired=tuple(str(fqn) for fqn in raw.get("retired", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is incomplete: {error!r}") from error
+            raise DeltaLogError(f"{directory}: {MANIFEST_NAME} is incomplete: {_fault(error)}") from error
         manifest._check(directory)
         return manifest
 
@@ -281,6 +282,10 @@ def sealed(fields: dict[str, Any]) -> bytes:
     """The bytes of a manifest: its fields as JSON, with ``crc32``, the CRC-32 of all others, added."""
     fields = {name: value for name, value in fields.items() if name != "crc32"}
     return json.dumps({**fields, "crc32": json_crc32(fields)}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _fault(error: Exception) -> str:
+    return f"there is no field {error}" if isinstance(error, KeyError) else str(error)
 
 
 _JSON_TYPES: dict[Any, Any] = {int: int, float: (int, float), str: str}

@@ -180,7 +180,7 @@ def _rows_by_op(log: DeltaLog, manifest: Manifest) -> Counter[tuple[str, str]]:
     """How many rows of each table have which op."""
     rows: Counter[tuple[str, str]] = Counter()
     for part in manifest.parts:
-        where = f"{manifest.directory}: {part.name}"
+        where = f"{log.place}: {manifest.directory}: {part.name}"
         with log.opened(manifest, part) as file:
             try:
                 for index, fqn in fmt.row_groups(file):

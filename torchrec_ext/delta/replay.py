@@ -19,7 +19,7 @@ from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, fin
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.keys import union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
-from torchrec_ext.delta.places import PlacedFile
+from torchrec_ext.delta.places import Place, PlacedFile
 from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
 
@@ -131,10 +131,12 @@ class Replay:
     """Collects the keys of dumps, oldest first, then reads only the vectors that were not replaced.
 
     Args:
+        place: of the log.
         keep: the keys to take in; by default all.
     """
 
-    def __init__(self, keep: KeyFilter | None = None) -> None:
+    def __init__(self, place: Place, keep: KeyFilter | None = None) -> None:
+        self._place = place
         self._keep = keep
         self._tables: dict[str, _TableHistory] = {}
 
@@ -152,10 +154,12 @@ class Replay:
         """Takes in the parts of the next dump."""
         for fqn, info in dump.tables.items():
             history = self._tables.setdefault(fqn, _TableHistory(info))
-            if history.info.dim != info.dim or history.info.key_space != info.key_space:
+            before = history.info
+            if before.dim != info.dim or before.key_space != info.key_space:
+                where = f"{self._place}: {dump.directory}"
                 raise DeltaLogError(
-                    f"{dump.directory}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
-                    f"before it had {history.info.key_space} keys and dimension {history.info.dim}"
+                    f"{where}: {fqn} has {info.key_space} keys and dimension {info.dim}, "
+                    f"before it had {before.key_space} keys and dimension {before.dim}"
                 )
             history.info = info
         for fqn, group in itertools.chain.from_iterable(parts):
@@ -193,7 +197,8 @@ class Replay:
             try:
                 fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
             except ValueError as error:
-                raise DeltaLogError(f"{dump.directory}: fallback rows of {fqn}: {error}") from error
+                where = f"{self._place}: {dump.directory}"
+                raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 

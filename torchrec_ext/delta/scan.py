@@ -112,7 +112,7 @@ class Scan:
             try:
                 found[fqn] = (info, *fallback_of(info, rows.filter(pc.equal(rows["table_fqn"], fqn))))
             except ValueError as error:
-                where = self._last.directory
+                where = f"{self._log.place}: {self._last.directory}"
                 raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error
         return found
 

@@ -150,7 +150,7 @@ class PlacedFile:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.folder}: {self.name}"
+        return f"{self.place}: {self.folder}: {self.name}"
 
     def check(self, nbytes: int, crc32: int) -> None:
         """Checks that it is what was written.

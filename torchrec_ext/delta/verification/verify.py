@@ -54,7 +54,7 @@ def _listed(log: DeltaLog, findings: Findings) -> tuple[list[Manifest], dict[Dum
         try:
             manifest = log.manifest(name)
         except DeltaLogError as error:
-            _add(findings, "manifest", error, name)
+            _add(findings, "manifest", error, name, log)
         else:
             if manifest is not None:
                 (bases if manifest.is_base else manifests)[manifest.dump] = manifest
@@ -62,14 +62,15 @@ def _listed(log: DeltaLog, findings: Findings) -> tuple[list[Manifest], dict[Dum
         if not findings.found:  # else there is a gap for sure
             return in_chain_order(manifests, bases), bases
     except DeltaLogError as error:
-        _add(findings, "chain", error, str(log.place))
+        _add(findings, "chain", error, str(log.place), log)
     return [manifests[dump] for dump in sorted(manifests)], bases
 
 
-def _add(findings: Findings, check: Check, error: Exception, where: str) -> None:
-    """Takes note of what a reader says; it names the place first."""
-    named = _NAMED.fullmatch(str(error))
-    findings.add(check, *((named[1], named[2]) if named else (where, str(error))))
+def _add(findings: Findings, check: Check, error: Exception, where: str, log: DeltaLog) -> None:
+    """Takes note of what a reader says; it names the log and the place in it first."""
+    said = str(error).removeprefix(f"{log.place}: ")
+    named = _NAMED.fullmatch(said)
+    findings.add(check, *((named[1], named[2]) if named else (where, said)))
 
 
 class _Verifier:
@@ -177,7 +178,8 @@ class _Verifier:
                     return False
                 (rows.check_part if schema is fmt.PART_SCHEMA else rows.check_fallbacks)(entry, file)
         except DeltaLogError as error:
-            _add(self._findings, "schema" if "lacks the columns" in str(error) else "file", error, where)
+            check: Check = "schema" if "lacks the columns" in str(error) else "file"
+            _add(self._findings, check, error, where, self._log)
             return False
         except (pa.ArrowException, OSError, ValueError) as error:
             self._findings.add("file", where, f"cannot be read: {error}")
