@@ -279,6 +279,14 @@ def test_what_is_excluded_is_not_looked_at() -> None:
     assert audit_checkpoint(content, exclude="model.*.mask").clean
 
 
+def test_a_pattern_that_excludes_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    content = {"model": {"attention.mask": torch.ones(4, 4)}}
+    audit_checkpoint(content, exclude=["attention.*", "*.mask", "atention.mask"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "exclude: 'atention.mask' matches no table, parameter or key"
+    ]
+
+
 def test_max_magnitude_sets_what_is_absurd() -> None:
     content = tensors(8)
     content["weight"][2, 3], content["sum"][5] = 50.0, 900.0

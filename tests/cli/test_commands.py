@@ -67,9 +67,37 @@ def test_inspect_for_people_lists_the_newest_and_what_is_left_out(log: Path) -> 
     (log / "step_000000000099.g0001").mkdir()
     shown = run("inspect", log, "--last", 2).stdout
     assert "4 dumps" in shown and "mc.t0" in shown and "superseded" in shown
-    assert "2 older dumps are not listed: --all" in shown
+    assert "2 older dumps not listed: --all" in shown
     assert "not committed (being written, or left by a run that died): step_000000000099.g0001" in shown
     assert "older dumps" not in run("inspect", log, "--all").stdout
+
+
+def test_one_thing_is_not_several(tmp_path: Path) -> None:
+    log = tmp_path / "deltas"
+    LogWriter(log, {"mc.t": zch(4, 1)}).dump(10, {"mc.t": [1]})
+    shown = run("inspect", log).stdout + run("verify", log).stdout + run("compact", log).stdout
+    assert "1 dump," in shown and "1 dump:" in shown and "1 row," in shown
+    assert not re.search(r"\b1 (dump|row|file)s", shown)
+
+
+def test_inspect_of_an_empty_directory_shows_no_empty_tables(tmp_path: Path) -> None:
+    assert run("inspect", tmp_path).stdout.splitlines() == [f"{tmp_path}: 0 dumps, 0 B"]
+
+
+def test_inspect_shows_how_vectors_are_stored(tmp_path: Path) -> None:
+    LogWriter(tmp_path, {"mc.t": zch(4, 1)}).dump(10, {"mc.t": [1]}, storage_dtype="int8")
+    assert "float32 as int8" in run("inspect", tmp_path).stdout
+    assert parsed("inspect", tmp_path)["tables"][0]["storage_dtype"] == "int8"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
+def test_output_that_nobody_reads_any_more_is_no_error_message(command: str, log: Path) -> None:
+    arguments = ["10", "20"] if command == "diff" else []
+    words = [sys.executable, "-m", "torchrec_ext.cli", command, str(log), *arguments]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()  # as `| head` does
+        assert running.stderr.read() == ""
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -102,7 +130,7 @@ def test_verify_shows_findings_to_people(log: Path) -> None:
     (log / FIRST / "part_00000_of_00002.parquet").unlink()
     shown = run("verify", log, code=1).stdout
     assert f"FINDING  {FIRST}: part_00000_of_00002.parquet: is missing [file]" in shown
-    assert "1 findings" not in shown and "1 finding; read" in shown
+    assert "1 finding; read" in shown
 
 
 def test_replay_writes_all_rows_and_never_over_a_file(log: Path, tmp_path: Path) -> None:
@@ -132,7 +160,7 @@ def test_compact_and_vacuum_leave_a_clean_log_that_says_the_same(log: Path) -> N
     assert run("vacuum", log, *keep, "--dry-run").stdout.splitlines()[-1].startswith("would remove")
     assert FIRST in parsed("vacuum", log, *keep)["dumps"]
     assert not (log / FIRST).exists() and DeltaLog(log).keys()["mc.t0"].tolist() == before
-    assert run("verify", log).stdout.startswith("clean; read 1 dumps")
+    assert run("verify", log).stdout.startswith("clean; read 1 dump, ")
     assert parsed("inspect", log)["dumps"][0]["compacted"] == 3
     assert "base of 3 dumps" in run("inspect", log).stdout
 
@@ -174,7 +202,7 @@ def test_report_tells_where_it_is(log: Path, tmp_path: Path) -> None:
             "'nosuch://h' is not a sink",
         ),
         (["lookup", "{log}", "mc.t9", "1"], "holds no table mc.t9"),
-        (["lookup", "{tmp}", "mc.t0", "1"], "nothing was published here"),
+        (["lookup", "{tmp}", "mc.t0", "1"], "no dump is committed yet"),
         (["publish", "{tmp}/nowhere", "parquet://x"], "nowhere: no such directory"),
         (["audit", "{tmp}/nowhere"], "nowhere"),
         (["serve-store", "--tls-cert", "x"], "go together"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from torchrec_ext.cli.output import (
+    counted,
     directory_argument,
     json_option,
     plain,
@@ -53,8 +54,9 @@ def command(directory: str, upto: int | None, memory: float, as_json: bool) -> N
         print_json(content)
     elif done.written:
         click.echo(
-            f"{done.base.directory} holds {done.dumps:,} dumps: {done.rows:,} rows of {done.rows_read:,}, "
+            f"{done.base.directory} holds {counted(done.dumps, 'dump')}: {done.rows:,} of "
+            f"{counted(done.rows_read, 'row')}, "
             f"{size(done.nbytes)} of {size(done.nbytes_read)}"
         )
     else:
-        click.echo(f"nothing to do: {done.base.directory} is of the newest dump")
+        click.echo(f"nothing to do: {done.base.directory} holds all dumps up to step {done.base.step:,}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torchrec_ext.cli.output import (
+    counted,
     directory_argument,
     duration,
     json_option,
@@ -54,14 +55,16 @@ def command(directory: str, last: int, all_dumps: bool, as_json: bool) -> None:
         print_json(overview)
         return
     shown = overview.dumps if all_dumps else overview.dumps[max(0, len(overview.dumps) - max(last, 0)) :]
-    print_lines([*_summary(overview), _tables(overview), _dumps(shown)])
+    print_lines(_summary(overview))
+    if overview.dumps:
+        print_lines([_tables(overview), _dumps(shown)])
     if overview.bases:
         print_lines(["bases, beside the dumps that they stand for:", _dumps(overview.bases)])
     print_lines(_notes(overview, len(shown)))
 
 
 def _summary(overview: LogOverview) -> list[str]:
-    lines = [f"{overview.directory}: {len(overview.dumps):,} dumps, {size(overview.nbytes)}"]
+    lines = [f"{overview.directory}: {counted(len(overview.dumps), 'dump')}, {size(overview.nbytes)}"]
     if overview.dumps:
         newest = overview.dumps[-1]
         ago = duration(max(0.0, time.time() - newest.committed_unix))
@@ -83,7 +86,7 @@ def _tables(overview: LogOverview) -> Table:
             one.source,
             one.key_space,
             f"{one.num_embeddings:,} × {one.dim}",
-            one.dtype,
+            one.dtype if one.storage_dtype == "float32" else f"{one.dtype} as {one.storage_dtype}",
             f"{one.dumps:,}",
             f"{one.upserts:,}",
             f"{one.deletes:,}",
@@ -103,10 +106,10 @@ def _dumps(dumps: tuple[DumpOverview, ...]) -> Table:
             f"{dump.upserts:,}",
             f"{dump.deletes:,}",
             size(dump.nbytes),
-            duration(dump.stall_seconds),
+            "" if dump.is_base else duration(dump.stall_seconds),
             "" if dump.lag_seconds is None else duration(dump.lag_seconds),
             moment(dump.committed_unix),
-            "superseded" if dump.superseded else f"base of {dump.compacted:,} dumps" * (dump.compacted > 0),
+            "superseded" if dump.superseded else f"base of {counted(dump.compacted, 'dump')}" * dump.is_base,
         )
     return shown
 
@@ -114,7 +117,7 @@ def _dumps(dumps: tuple[DumpOverview, ...]) -> Table:
 def _notes(overview: LogOverview, shown: int) -> list[str]:
     notes = []
     if (left_out := len(overview.dumps) - shown) > 0:
-        notes.append(f"{left_out:,} older dumps are not listed: --all")
+        notes.append(f"{counted(left_out, 'older dump')} not listed: --all")
     if overview.uncommitted:
         named = ", ".join(overview.uncommitted)
         notes.append(f"not committed (being written, or left by a run that died): {named}")

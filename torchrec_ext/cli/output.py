@@ -168,6 +168,11 @@ def print_lines(lines: Iterable[Table | str]) -> None:
             console.print(line)
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, as people write it: ``1 dump``, ``1,200 dumps``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def size(nbytes: float) -> str:
     """A number of bytes, as people read it."""
     for unit in ("B", "kB", "MB", "GB"):

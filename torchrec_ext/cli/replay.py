@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from torchrec_ext.cli.output import (
+    counted,
     directory_argument,
     json_option,
     new_file,
@@ -53,7 +54,7 @@ def command(directory: str, out: Path, upto: int | None, as_json: bool) -> None:
         print_json(written)
         return
     for fqn, rows in sorted(written.rows.items()):
-        click.echo(f"{printable(fqn)}: {rows:,} rows")
+        click.echo(f"{printable(fqn)}: {counted(rows, 'row')}")
     click.echo(
         f"{written.path}: step {written.step} of generation {written.generation}, {size(written.nbytes)}"
     )

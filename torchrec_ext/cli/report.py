@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from torchrec_ext.cli.output import (
+    counted,
     directory_argument,
     json_option,
     new_file,
@@ -70,4 +71,4 @@ def command(
     if as_json:
         print_json(figures)
     else:
-        click.echo(f"{out}: {len(figures.dumps):,} dumps, {size(out.stat().st_size)}")
+        click.echo(f"{out}: {counted(len(figures.dumps), 'dump')}, {size(out.stat().st_size)}")

@@ -6,7 +6,15 @@ import re
 
 import click
 
-from torchrec_ext.cli.output import directory_argument, json_option, print_json, progress, size, user_errors
+from torchrec_ext.cli.output import (
+    counted,
+    directory_argument,
+    json_option,
+    print_json,
+    progress,
+    size,
+    user_errors,
+)
 
 _EXAMPLES = """\b
 Examples:
@@ -79,4 +87,5 @@ def command(directory: str, keep: float, keep_dumps: int, grace: float, dry_run:
     for name in done.superseded:
         click.echo(f"{name} (superseded; its manifest stays)")
     verb = "would remove" if dry_run else "removed"
-    click.echo(f"{verb} {done.files:,} files, {size(done.nbytes)}{': ' * bool(done.reason)}{done.reason}")
+    why = f"; {done.reason}" if done.reason else ""
+    click.echo(f"{verb} {counted(done.files, 'file')}, {size(done.nbytes)}{why}")

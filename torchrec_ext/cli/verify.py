@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from torchrec_ext.cli.output import (
+    counted,
     directory_argument,
     json_option,
     plain,
@@ -44,12 +45,9 @@ def command(context: click.Context, directory: str, as_json: bool) -> None:
     else:
         for finding in found.findings:
             click.echo(f"FINDING  {printable(str(finding))}")
-        count = len(found.findings)
-        verdict = f"{count} finding{'s' * (count > 1)}" if count else "clean"
-        if not count and not found.dumps:
+        verdict = counted(len(found.findings), "finding") if found.findings else "clean"
+        if not found.findings and not found.dumps:
             verdict = "nothing was verified: there is no dump"
-        click.echo(
-            f"{verdict}; read {found.dumps:,} dumps, {found.files:,} files, {found.rows:,} rows, "
-            f"{size(found.nbytes)}"
-        )
+        read = ((found.dumps, "dump"), (found.files, "file"), (found.rows, "row"))
+        click.echo(f"{verdict}; read {', '.join(counted(*one) for one in read)}, {size(found.nbytes)}")
     context.exit(1 if found.findings else 0 if found.clean else 2)

@@ -177,7 +177,7 @@ class _Compaction:
         fallback = self._fallbacks(tables)
         base = self._commit(tables, entries, fallback)
         logger.info(
-            "%s holds %d dumps: %d rows of %d, %d bytes of %d",
+            "%s: dumps=%d, %d rows of %d, %d bytes of %d",
             base.directory,
             base.compacted,
             base.rows,

@@ -48,6 +48,11 @@ class DumpOverview:
     metadata: dict[str, Any]
     compacted: int
 
+    @property
+    def is_base(self) -> bool:
+        """Whether it is a base."""
+        return self.compacted > 0
+
 
 @dataclass(frozen=True)
 class TableOverview:
@@ -57,6 +62,7 @@ class TableOverview:
         fqn: the table.
         dim: the embedding dimension.
         dtype: the table's own.
+        storage_dtype: how the last dump that covers it stores vectors: ``float32``, ``float16``, ``int8``.
         key_space: what its keys are: ``raw``, ``hashed`` or ``row``.
         source: what kind of table it is: ``zch``, ``recstore`` or ``plain``.
         num_embeddings: rows of all shards.
@@ -71,6 +77,7 @@ class TableOverview:
     fqn: str
     dim: int
     dtype: str
+    storage_dtype: str
     key_space: str
     source: str
     num_embeddings: int
@@ -135,6 +142,7 @@ def inspect_log(log: DeltaLog | str | os.PathLike[str]) -> LogOverview:
                 fqn=fqn,
                 dim=info.dim,
                 dtype=info.dtype,
+                storage_dtype=info.storage_dtype,
                 key_space=info.key_space,
                 source=info.source,
                 num_embeddings=info.num_embeddings,

@@ -79,7 +79,7 @@ def vacuum(
         removal.check_base()
         removal.carry_out(progress)
         logger.info(
-            "%s: removed %d dumps and bases, the rows of %d superseded dumps, %d bytes",
+            "%s: removed dumps=%d, superseded=%d, %d bytes",
             log.place,
             len(removal.whole),
             len(removal.void),
@@ -147,7 +147,7 @@ class _Removal:
             return f"run {self._awaited} has opened the log, and has not dumped yet"
         newest = max(self._bases.values(), key=lambda base: base.dump)
         if newest.committed_unix > self._now - grace_seconds:
-            return f"{newest.directory} is not there for as long yet as readers are given"
+            return f"{newest.directory} is younger than the grace that readers are given"
         return "all that is there is to be kept"
 
     def check_base(self) -> None:

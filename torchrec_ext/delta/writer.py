@@ -49,10 +49,10 @@ class DumpWriter:
             try:
                 if len(self._pending) >= self._max_pending:
                     logger.warning(
-                        "training waits: %d dumps are not written yet (max_pending=%d), "
-                        "dumps take longer to write than the interval between them",
-                        len(self._pending),
+                        "training waits: %d dump%s not written yet (max_pending). Writing one takes longer "
+                        "than the interval between them: dump less often, or to a faster disk",
                         self._max_pending,
+                        " is" if self._max_pending == 1 else "s are",
                     )
                     self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
             finally:

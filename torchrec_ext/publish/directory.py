@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class DirectoryReader(LoadedSink):
     """A dump directory, replayed into memory."""
 
+    _nothing = "no dump is committed yet"
+
     def __init__(self, directory: str | os.PathLike[str] | pafs.FileSystem | Place) -> None:
         self._log = DeltaLog(directory)
 

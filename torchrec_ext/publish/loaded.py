@@ -38,6 +38,7 @@ class LoadedTable:
 class LoadedSink(Sink):
     """A sink that is read whole, when first asked and whenever ``refresh`` is called."""
 
+    _nothing = "nothing was published here"
     _held: tuple[Position, dict[str, LoadedTable]] | None = None
 
     @abstractmethod
@@ -48,7 +49,7 @@ class LoadedSink(Sink):
         """Reads what was published by now, if that is something new."""
         position = self.position()
         if position is None:
-            raise PublishError(f"{self}: nothing was published here")
+            raise PublishError(f"{self}: {self._nothing}")
         if self._held is None or self._held[0] != position:
             self._held = position, self.load(position)
 

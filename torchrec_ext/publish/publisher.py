@@ -197,7 +197,7 @@ class _Publisher:
             change.position, len(dumps), rows, seconds, time.time() - change.position.created_unix
         )
         logger.info(
-            "published step=%d generation=%d to %s: %d dumps, %d rows in %.2f s, %.1f s after the step",
+            "published step=%d generation=%d to %s: dumps=%d rows=%d in %.2f s, %.1f s after the step",
             done.position.step,
             done.position.generation,
             self._sink,

@@ -49,7 +49,8 @@ def audit_checkpoint(
             sharded tensor in memory, this rank's part counts.
         max_magnitude: larger weights, and averages of gradients, are absurd; second moments if they are
             larger than its square.
-        exclude: ``fnmatch`` patterns of tables, parameters or keys whose values are not looked at.
+        exclude: ``fnmatch`` patterns of tables, parameters or keys whose values are not looked at. One that
+            matches nothing is a warning.
         progress: is called with the bytes that were read, and all there are.
 
     Returns:
@@ -159,6 +160,7 @@ class Audit:
         on_rows: Callable[[Slot], OnRows] | None = None,
     ) -> None:
         self._opened, self._max_magnitude, self._exclude = opened, max_magnitude, exclude
+        self._unmatched = dict.fromkeys(exclude)
         self._progress, self._on_rows = progress, on_rows
         self._slots = [slot for slot in opened.arrangement.slots if not self._excluded(slot.table, slot)]
         self._total = sum(slot.tensor.nbytes for slot in self._slots)  # of expanded ones there is less
@@ -183,17 +185,23 @@ class Audit:
             raise CheckpointError(
                 f"{snapshot.path}: another snapshot took its place meanwhile; audit that one"
             )
+        notes = tuple(note for note in structure.notes if not self._excluded(note.table))
+        for pattern in self._unmatched:
+            logger.warning("exclude: %r matches no table, parameter or key", pattern)
         return AuditReport(
             self._opened.source,
             tuple(audited),
             tuple(findings),
-            tuple(note for note in structure.notes if not self._excluded(note.table)),
+            notes,
             self._checksums and bool(audited),
         )
 
     def _excluded(self, table: str, slot: Slot | None = None) -> bool:
         names = [table] if slot is None else [table, f"{table}.{slot.name}", slot.tensor.key]
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self._exclude)
+        matching = [p for p in self._exclude if any(fnmatchcase(name, p) for name in names)]
+        for pattern in matching:
+            self._unmatched.pop(pattern, None)
+        return bool(matching)
 
     def _values(self, slot: Slot, audited: list[SlotAudit], missing: int) -> Iterator[Finding]:
         entry = slot.tensor
