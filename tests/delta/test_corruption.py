@@ -60,7 +60,10 @@ def vector_not_finite(table: ZchTable) -> tuple[torch.Tensor, str]:
     trained = 30 * table.shard + 2
     slot = _collision_map(table)._mch_sorted_raw_ids.tolist().index(trained)
     weight[_mapping(table)[slot] - table.first_row, 3] = torch.nan
-    return weight, rf"1 of 4 changed vectors are not finite: ids {trained}$"
+    return (
+        weight,
+        rf"1 of 4 changed vectors are not finite: ids {trained}; restart from a checkpoint, or repair",
+    )
 
 
 def every_vector_infinite(table: ZchTable) -> tuple[torch.Tensor, str]:

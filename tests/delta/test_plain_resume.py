@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.support.models import loss_of
 from tests.support.plain_models import Collection, Spec, Table, Trainer, answers, build, keyed
@@ -105,6 +107,28 @@ def test_rounded_log_is_compared_with_the_model_rounded_alike(
     rows = sum(run_on(2, _second_run, directory, checkpoint, 4, with_state, storage_dtype))
     # A rank that has some of the columns only cannot tell what int8 makes of the vector: t2 goes out whole.
     assert rows <= 3 * 3 + 2 * 11 + (11 if storage_dtype == "int8" and not with_state else 0)
+
+
+def _through_dcp(directory: Path, checkpoint: Path, *, save: bool) -> None:
+    spec = _spec(dist.get_world_size())
+    model = build(spec)
+    with DeltaDumper(model, directory, interval_steps=10**9) as dumper:
+        contents = {"model": model, "dumper": dumper}
+        if not save:
+            dcp.load(contents, checkpoint_id=checkpoint)
+            dumper.resume(1)
+        _train(model, spec, 2)
+        rows = dumper.dump(2 if not save else 1).rows
+        dumper.flush()
+        assert save or rows < 11 * 5, "the state was loaded: not all rows go out again"
+        if save:
+            dcp.save(contents, checkpoint_id=checkpoint)
+    _compare(model, spec, directory)
+
+
+def test_state_goes_through_dcp_where_a_rank_lacks_a_table(tmp_path: Path) -> None:
+    for save in (True, False):
+        run_on(2, functools.partial(_through_dcp, save=save), tmp_path / "deltas", tmp_path / "checkpoint")
 
 
 def _one_table(rows: int, **options: Any) -> Spec:

@@ -255,7 +255,7 @@ class DeltaDumper:
         self.flush()
         return result
 
-    def state_dict(self) -> dict[str, bytes]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, on every rank the same: the last dump, and the keys changed since.
 
         All ranks call it (``torch.distributed.checkpoint.save`` does). It waits for dumps under way. Eight

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import NO_KEYS
@@ -17,6 +18,7 @@ from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.ranks import gather, on_every_rank
 
 _NAME = "log_position"  # in a state dict
+_FORMAT = "format"
 
 
 def current_position(
@@ -62,9 +64,11 @@ def _unsaid(committer: Committer, followers: Followers, trackers: Mapping[str, T
     )
 
 
-def to_state_dict(position: LogPosition) -> dict[str, bytes]:
+def to_state_dict(position: LogPosition) -> dict[str, Any]:
     """What a checkpoint keeps of a position."""
-    return {_NAME: position.to_bytes()}
+    # Where a rank lacks a table (table-wise), DCP reads a checkpoint as one of before PyTorch 2.4: it finds
+    # what is in a mapping only if a tensor is among it (checked with 2.13 and 2.14).
+    return {_NAME: position.to_bytes(), _FORMAT: torch.tensor(1)}
 
 
 def from_state_dict(state_dict: Mapping[str, Any]) -> LogPosition:

@@ -18,6 +18,8 @@ from torchrec_ext.delta.storage import LARGEST, StorageDtype
 from torchrec_ext.delta.tracked import NO_ROW, RowSource, TrackedTable, copy_rows
 from torchrec_ext.errors import CorruptTableError, DeltaDumpError
 
+_NO_DUMP_UNTIL_REPAIRED = "restart from a checkpoint, or repair it: until then no dump succeeds"
+
 
 @dataclass(frozen=True)
 class Diff:
@@ -158,7 +160,7 @@ class Tracker:
         if not torch.isfinite(vectors).all():
             raise CorruptTableError(
                 f"{self.table.fqn} on rank {self.table.shard}: 1 vector is not finite: that of the "
-                f"fallback row, row {self.table.first_row + rows[None]}"
+                f"fallback row, row {self.table.first_row + rows[None]}; {_NO_DUMP_UNTIL_REPAIRED}"
             )
         if (vectors.abs() > LARGEST[self._storage_dtype]).any():
             raise self._too_large(f"row {self.table.first_row + rows[None]}, the fallback row, holds")
@@ -262,7 +264,7 @@ class Tracker:
         if len(bad):
             raise CorruptTableError(
                 f"{self.table.fqn} on rank {self.table.shard}: {len(bad)} of {len(keys)} changed "
-                f"vectors are not finite: {_examples(keys[bad])}"
+                f"vectors are not finite: {_examples(keys[bad])}; {_NO_DUMP_UNTIL_REPAIRED}"
             )
         large = (matrix.abs() > largest).any(dim=1).nonzero().flatten().numpy()
         if len(large):
