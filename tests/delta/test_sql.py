@@ -9,11 +9,15 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
+from fsspec.implementations.local import LocalFileSystem as FsspecLocal
+from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
 from tests.delta.test_compact import NOW
 from tests.docs.pages import blocks_of
 from tests.support.logs import TABLES, LogWriter
 from torchrec_ext.delta import DeltaLog, compact, vacuum
+from torchrec_ext.delta.places import open_place
 
 GENERAL, FALLBACKS = (b.text for b in blocks_of("docs/format.md", "sql") if "manifest.json" in b.text)
 (QUERY,) = (block.text for block in blocks_of("docs/scaling.md", "sql"))
@@ -119,3 +123,28 @@ def test_files_are_those_of_the_newest_base_and_the_dumps_that_count_since(tmp_p
         "step_000000000020.g0000",
         "step_000000000025.g0001",
     }
+
+
+@pytest.mark.parametrize(
+    "filesystem",
+    [LocalFileSystem(), PyFileSystem(FSSpecHandler(FsspecLocal()))],
+    ids=["pyarrow", "fsspec"],
+)
+def test_query_reads_a_log_that_is_named_by_a_local_file_system(
+    tmp_path: Path, filesystem: FileSystem
+) -> None:
+    writer = LogWriter(tmp_path / "deltas", TABLES)
+    _restarted(writer)
+    named = DeltaLog(SubTreeFileSystem(str(writer.directory), filesystem))
+    assert named.files().equals(DeltaLog(writer.directory).files())
+    assert len(latest(named)) > 0
+
+
+class FsspecS3(MemoryFileSystem):
+    protocol = ("s3", "s3a")
+
+
+def test_file_system_of_fsspec_is_called_by_its_first_protocol() -> None:
+    place = open_place(SubTreeFileSystem("bucket/deltas", PyFileSystem(FSSpecHandler(FsspecS3()))))
+    assert str(place) == "s3://bucket/deltas"
+    assert place.locate("step", "part") == "s3://bucket/deltas/step/part"

@@ -47,7 +47,9 @@ class RemotePlace(Place):
 
     def locate(self, folder: str, name: str) -> str:
         """See ``Place``: without the options that its URI has for PyArrow."""
-        return f"{kind_of(self._fs)}://{self._path(folder, name)}"
+        path = self._path(folder, name)
+        kind = kind_of(self._fs)
+        return path if kind in ("local", "file") else f"{kind}://{path}"  # as PyArrow and fsspec say it
 
     @contextlib.contextmanager
     def locked(self, folder: str, name: str) -> Iterator[None]:
@@ -205,7 +207,8 @@ def kind_of(filesystem: pafs.FileSystem) -> str:
     """What a file system is called, by PyArrow or by fsspec: ``s3``; a wrapper in Python may say so, too."""
     if isinstance(filesystem, pafs.SubTreeFileSystem):
         return kind_of(filesystem.base_fs)
-    return str(filesystem.type_name).rpartition("::")[2].rpartition("+")[2]
+    name = str(filesystem.type_name).rpartition("::")[2].rpartition("+")[2]
+    return name.strip("()").partition(",")[0].strip("'")  # fsspec's may have several: ('s3', 's3a')
 
 
 def said(error: BaseException, uri: str) -> str:
