@@ -67,7 +67,7 @@ class DeltaDumper:
         storage_dtype: how vectors are stored. None: exactly, whatever the table's dtype. ``"float16"``, or
             ``"int8"`` by FBGEMM's row-wise quantisation: smaller, and replaying gives the vectors so rounded.
             Vectors are rounded on their way to the disk only, so that errors do not add up.
-        max_pending: dumps that may wait for the disk before training does.
+        max_pending: dumps that may wait for the disk, the one being written included, before training does.
         max_pending_bytes: host memory for vectors that wait for the disk, by default 1 GiB. A dump that
             is larger is written in pieces while training stands still.
         process_group: the ranks that dump; by default all.
