@@ -68,7 +68,7 @@ def to_state_dict(position: LogPosition) -> dict[str, Any]:
     """What a checkpoint keeps of a position."""
     # Where a rank lacks a table (table-wise), DCP reads a checkpoint as one of before PyTorch 2.4: it finds
     # what is in a mapping only if a tensor is among it (checked with 2.13 and 2.14).
-    return {_NAME: position.to_bytes(), _FORMAT: torch.tensor(1)}
+    return {_NAME: position.to_bytes(), _FORMAT: torch.tensor(1, device="cpu")}
 
 
 def from_state_dict(state_dict: Mapping[str, Any]) -> LogPosition:
