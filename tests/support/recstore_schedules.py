@@ -17,6 +17,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 from tests.support.models import keyed
+from tests.support.schedules import Step
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 from torchrec_ext.errors import TableFullError
 from torchrec_ext.recstore import (
@@ -63,15 +64,6 @@ class RecTable:
     dim: int = 4
     pooling: str = "SUM"
     dynamic: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a schedule."""
-
-    kind: str
-    dump: bool
-    seed: int
 
 
 @dataclass(frozen=True)
