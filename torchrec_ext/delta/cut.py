@@ -158,7 +158,7 @@ class PieceStream(DeltaSource):
         return piece
 
 
-@dataclass
+@dataclass(eq=False)
 class Cut:
     """One rank's changes at one step.
 
@@ -173,8 +173,7 @@ class Cut:
         began: when the training thread began with it, by ``time.perf_counter``.
         resumed: when training went on, by the same clock; None while it stands still.
         error: why the cut failed; such a cut tells the other ranks not to commit theirs.
-        submitted: whether the writer has it.
-        committed: whether the dump was committed, once the writer is done with it.
+        committed: whether the dump was committed; None until the writer is done with it.
     """
 
     step: int
@@ -187,8 +186,7 @@ class Cut:
     began: float = field(default_factory=time.perf_counter)
     resumed: float | None = None
     error: BaseException | None = None
-    submitted: bool = False
-    committed: bool = False
+    committed: bool | None = None
 
     @property
     def streamed(self) -> bool:
