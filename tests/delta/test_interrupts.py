@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -187,15 +188,19 @@ _FILES = {module.__file__ for module in (buffers, cut, cutter, writer)}
 
 
 class CtrlCAtLine:
-    """Raises ``KeyboardInterrupt`` before the n-th line of ``_FILES`` that the calling thread comes to.
+    """Raises ``KeyboardInterrupt`` before a line of ``_FILES`` when the calling thread comes to it again.
+
+    Args:
+        line: the file and the line; None: it does not.
+        times: how many times the thread has come to it by then.
 
     Attributes:
-        lines: those that it came to.
+        lines: how many times it has come to which.
     """
 
-    def __init__(self, number: int | None = None) -> None:
-        self.lines: list[tuple[str, int]] = []
-        self._number = number
+    def __init__(self, line: tuple[str, int] | None, times: int) -> None:
+        self.lines: Counter[tuple[str, int]] = Counter()
+        self._line, self._times = line, times
 
     def __enter__(self) -> CtrlCAtLine:
         sys.settrace(self._trace)
@@ -210,14 +215,16 @@ class CtrlCAtLine:
             return None
         # Tracing comes to these where no signal can: between leaving a block and releasing its lock, for one.
         if event == "line" and not linecache.getline(path, line).lstrip().startswith(("with ", "try:")):
-            if len(self.lines) == self._number:
+            self.lines[path, line] += 1
+            if (path, line) == self._line and self.lines[path, line] == self._times:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-            self.lines.append((path, line))
         return self._trace
 
 
-def _interrupted_at(number: int | None, log: Path, max_pending_bytes: int | None) -> CtrlCAtLine:
+def _interrupted_at(
+    line: tuple[str, int] | None, times: int, log: Path, max_pending_bytes: int | None
+) -> Counter[tuple[str, int]]:
     trainer, steps = Trainer(0), iter(range(1, 100))
 
     def train() -> int:
@@ -229,10 +236,7 @@ def _interrupted_at(number: int | None, log: Path, max_pending_bytes: int | None
         dumper.dump(train())
         dumper.flush()
         step = train()
-        with (
-            nullcontext() if number is None else pytest.raises(KeyboardInterrupt),
-            CtrlCAtLine(number) as ctrl_c,
-        ):
+        with suppress(KeyboardInterrupt), CtrlCAtLine(line, times) as ctrl_c:
             dumper.dump(step)
         with suppress(DeltaDumpError):  # of the dump that was interrupted
             dumper.dump(train())
@@ -242,7 +246,7 @@ def _interrupted_at(number: int | None, log: Path, max_pending_bytes: int | None
         pool = dumper._cutter._pool
         assert pool.handed_out == 0
         assert len({chunk.data_ptr() for chunk in pool._free}) == len(pool._free), "given back once"
-    return ctrl_c
+    return ctrl_c.lines
 
 
 @pytest.mark.parametrize("max_pending_bytes", [None, 1])
@@ -251,8 +255,10 @@ def test_wherever_a_dump_is_interrupted_nothing_is_lost_and_no_memory_is_given_b
 ) -> None:
     for module in (buffers, cutter):
         monkeypatch.setattr(module, "CHUNK_BYTES", 64)  # four vectors: in pieces, there are several
-    lines = _interrupted_at(None, tmp_path / "whole", max_pending_bytes).lines
-    last_time = {line: number for number, line in enumerate(lines)}
-    for number in last_time.values():
-        ctrl_c = _interrupted_at(number, tmp_path / str(number), max_pending_bytes)
-        assert ctrl_c.lines == lines[:number]
+    whole = _interrupted_at(None, 0, tmp_path / "whole", max_pending_bytes)
+    missed = 0
+    for number, line in enumerate(whole):
+        times = min(whole[line], 2)
+        lines = _interrupted_at(line, times, tmp_path / str(number), max_pending_bytes)
+        missed += lines[line] < times
+    assert missed < 3, "but for lines that wait: there may be nothing to wait for"
