@@ -101,7 +101,7 @@ class DumpResult:
 
 
 class DeltaSource(ABC):
-    """Deltas that others wait to be taken, or that take others to be had."""
+    """Deltas that another thread or rank has a part in: they must be taken, or discarded."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[TableDelta]:

@@ -18,7 +18,7 @@ from torchrec_ext.delta.writer import DumpWriter
 logger = logging.getLogger(__name__)
 
 Diffs = dict[str, Diff]
-"""By tracker."""
+"""By the tracker's name."""
 
 
 class Cutter:

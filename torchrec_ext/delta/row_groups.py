@@ -39,9 +39,9 @@ class RowGroup:
         file: it is in.
         index: its number there.
         rows: how many.
-        role: ``said``: its rows count. ``before``: those of keys that a stray speaks of do. ``stray``: no row
-            does, but a key of which nothing else speaks has none any more.
-        packed: where no later row of these dumps speaks of the same key, a bit per row; None: everywhere.
+        role: ``said``: its rows count. ``before``: those of keys that a stray has do. ``stray``: none do, but
+            a key that only strays have is deleted.
+        packed: which rows have a key that no later row of these dumps has, a bit per row; None: all.
     """
 
     file: PlacedFile
@@ -52,7 +52,7 @@ class RowGroup:
 
     @property
     def latest(self) -> NDArray[np.bool_]:
-        """Where no later row of these dumps speaks of the same key, bool ``[rows]``."""
+        """Which rows have a key that no later row of these dumps has, bool ``[rows]``."""
         if self.packed is None:
             return np.ones(self.rows, np.bool_)
         return np.unpackbits(self.packed, count=self.rows).view(np.bool_)
