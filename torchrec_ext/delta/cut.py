@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
-
-NO_KEYS: NDArray[np.int64] = np.empty(0, np.int64)
+from torchrec_ext.delta.keys import NO_KEYS
 
 
 @dataclass(frozen=True)

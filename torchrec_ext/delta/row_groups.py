@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.keys import last_places
+from torchrec_ext.delta.keys import NO_KEYS, last_places
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import PlacedFile
@@ -112,7 +112,7 @@ def mark_latest(
     packed: list[NDArray[np.uint8]] = [np.zeros(-(-group.rows // 8), np.uint8) for group in groups]
     for number in range(passes):
         keys, places = _share(groups, number, passes, progress)
-        latest = latest_of(np.concatenate([np.empty(0, np.int64), *keys]))
+        latest = latest_of(np.concatenate([NO_KEYS, *keys]))
         start = 0
         for place, own, found in zip(places, keys, packed, strict=True):
             bits = latest[start : start + len(own)]

@@ -193,7 +193,9 @@ class RemoteStore(Store):
         for j, table in enumerate(tables):
             brought, complete = 0, False
             if self._sole_writer is not None:
-                brought, complete = self._sole_writer.refresh(table, held[j][1], runs, [here[j] for here in places])
+                brought, complete = self._sole_writer.refresh(
+                    table, held[j][1], runs, [here[j] for here in places]
+                )
             changed += brought
             if not complete:
                 asked.append(j)
@@ -360,7 +362,10 @@ class RemoteStore(Store):
         for here in places:
             keys_here, grads_here = take(keys, here), take(grads, here)
             some = [j for j, part in enumerate(keys_here) if len(part)]
-            wanted = [self._sole_writer.wanted(tables[j], keys_here[j]) if self._sole_writer else NOTHING for j in some]
+            wanted = [
+                self._sole_writer.wanted(tables[j], keys_here[j]) if self._sole_writer else NOTHING
+                for j in some
+            ]
             args = {"tables": [tables[j].name for j in some], "step": step, "lr": lr}
             tensors = [*(keys_here[j] for j in some), *(grads_here[j] for j in some)]
             parts.append((args, [*tensors, *(part.places for part in wanted)]))
