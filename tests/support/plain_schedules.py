@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
+from tests.support.bits import assert_same_answers
 from tests.support.models import loss_of
 from tests.support.plain_models import (
     Collection,
@@ -90,8 +91,7 @@ class Session(Attached):
                 expected = answers(self.model, self.spec, module, table, ids).numpy()
                 expected = rounded(expected, self.options.get("storage_dtype"))
                 replayed = state[f"{module}.{table.name}"].lookup(ids)
-                wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
-                assert not wrong.any(), f"{module}.{table}: rows {np.flatnonzero(wrong)} differ"
+                assert_same_answers(replayed, expected, ids, f"{module}.{table}")
                 compared += len(ids)
         dist.barrier()
         return compared
