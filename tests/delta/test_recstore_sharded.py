@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import uuid
@@ -83,7 +82,6 @@ class Run:
         self.seed, self.where, self.number = seed, where, 0
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.counts: Counter[str] = Counter()
-        logging.disable(logging.WARNING)
         torch.manual_seed(seed)
         self.model = DistributedModelParallel(
             Model(),
