@@ -49,10 +49,10 @@ class DumpWriter:
             try:
                 if len(self._pending) >= self._max_pending:
                     logger.warning(
-                        "training waits: %d dump%s not written yet (max_pending). Writing one takes longer "
-                        "than the interval between them: dump less often, or to a faster disk",
+                        "training waits: %s not written yet (max_pending=%d). Writing one takes longer than "
+                        "the interval between them: dump less often, or to a faster disk",
+                        "a dump is" if self._max_pending == 1 else f"{self._max_pending} dumps are",
                         self._max_pending,
-                        " is" if self._max_pending == 1 else "s are",
                     )
                     self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
             finally:
