@@ -150,6 +150,20 @@ def test_features_with_different_numbers_of_bags() -> None:
     run_on(2, _variable_batches)
 
 
+def _no_bags(changes: dict[str, Any]) -> None:
+    with Session(one_table(features=("f0", "f1"), **changes)) as session:
+        session.check()
+        session.train({"f0": [], "f1": []})
+        assert session.check() == {}
+        session.train({"f0": [[1]], "f1": [[2]]})
+        assert session.check() == {"ebc.t0": [1, 2]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sharding": "table_wise"}, {"sharding": "column_wise"}])
+def test_a_batch_without_bags_trains_nothing(changes: dict[str, Any]) -> None:
+    run_on(2, _no_bags, changes)
+
+
 def _ids_out_of_their_table() -> None:
     with Session(one_table(rows=5, sharding="table_wise")) as session:
         session.check()
