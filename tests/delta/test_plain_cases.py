@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -632,6 +633,38 @@ SPLIT = Spec(
         )
     }
 )
+
+
+@contextlib.contextmanager
+def _other_defaults(dtype: torch.dtype) -> Iterator[None]:
+    """As of a script that has set them; "meta" stands for a device that is not the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _with_other_defaults(dtype: torch.dtype) -> None:
+    with Session(SPLIT, attach=False) as session:
+        for step in (1, 2):
+            with _other_defaults(dtype):
+                dumper = DeltaDumper(session.model, session.directory, interval_steps=1)
+                if step == 2:
+                    dumper.resume(1)
+            session.train([step, 7])
+            with _other_defaults(dtype):
+                dumper.step(step)
+                dumper.close()
+        assert sorted(set(session.log.read(2)["key_id"].to_pylist())) == [2, 7]
+        session.compare()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_torch_do_not_matter(dtype: torch.dtype) -> None:
+    run_on(2, _with_other_defaults, dtype)
 
 
 def _failing(how: str) -> None:

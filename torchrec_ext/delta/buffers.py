@@ -43,7 +43,9 @@ class BufferPool:
             if self._free:
                 chunk = self._free.pop()
             else:
-                chunk = torch.empty(self.chunk_bytes // 4, dtype=torch.float32, pin_memory=self._pin_memory)
+                chunk = torch.empty(
+                    self.chunk_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=self._pin_memory
+                )
             chunks.append(chunk)
             self._handed_out += 1
 
