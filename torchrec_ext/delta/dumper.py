@@ -292,9 +292,9 @@ class DeltaDumper:
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
         Neither ``load_state_dict`` nor a store's own methods need it, nor other in-place writes to weights
-        of tables without managed collision, unless they are written by way of ``.data`` or of the DTensors
-        of a state dict; what is written to a store's weights directly may be told to ``LocalStore.touch``
-        as well.
+        of tables without managed collision, unless they are written by way of ``.data``, NumPy, a collective
+        or the DTensors of a state dict; what is written to a store's weights directly may be told to
+        ``LocalStore.touch`` as well.
 
         Args:
             table: the table's FQN.
