@@ -353,32 +353,6 @@ def test_row_groups_hold_rows_of_one_table_and_files_are_split(
     }
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 5000])
-@pytest.mark.parametrize(
-    "lowest, highest", [(0, 1), (-1, 1), (-50, 50), (-(2**62), 2**62), (2**63 - 99, 2**63)]
-)
-@pytest.mark.parametrize("beside", [(), (-(2**63),), (-(2**63), 2**63 - 1)])
-def test_last_places_are_those_of_a_dictionary_however_keys_are_sorted(
-    count: int, lowest: int, highest: int, beside: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "_SORTED_AT_ONCE", 1000)
-    drawn = np.random.default_rng(0).integers(lowest, highest, count)
-    keys = np.concatenate([drawn, np.array(beside, np.int64), drawn])
-    last = {key: place for place, key in enumerate(keys.tolist())}
-    assert replay.last_places(keys).tolist() == [last[key] for key in sorted(last)]
-
-
-@pytest.mark.parametrize("spare_bits", [-1, 0, 1])
-def test_last_places_of_keys_that_just_fit_beside_their_place_are_right(spare_bits: int) -> None:
-    count = 1000
-    range_ = 1 << (63 - count.bit_length() - spare_bits)
-    keys = np.random.default_rng(0).integers(0, 3, count) * (range_ // 2)
-    keys[:2] = 0, range_ - 1
-    last = {key: place for place, key in enumerate(keys.tolist())}
-    for low in (-(2**63), -(range_ // 2), 0):
-        assert replay.last_places(keys + low).tolist() == [last[key] for key in sorted(last)]
-
-
 # Killed at a line.
 
 _TRACED = ("compaction.py", "retention.py", "format.py", "files.py", "pathlib.py")

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, find, hashed
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.keys import union
+from torchrec_ext.delta.keys import last_places, union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.places import PlacedFile
 from torchrec_ext.delta.storage import StorageDtype
@@ -25,7 +25,6 @@ from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
 
 _THREADS = 8
 _READ_BYTES = 1 << 19
-_SORTED_AT_ONCE = 1 << 20
 
 KeyFilter = Callable[[str, NDArray[np.int64]], NDArray[np.bool_]]
 """Which keys of a table (its FQN, int64 ``[n]``) to take in, bool ``[n]``; called on several threads."""
@@ -354,53 +353,6 @@ def fallback_of(
         raise ValueError(f"of shards {sorted(shards.tolist())}, not of {wanted} shards from 0 on")
     exceptions = zip(rows["key_id"].drop_null().to_pylist(), vectors[special], strict=True)
     return vectors[~special][np.argsort(shards)], dict(exceptions)
-
-
-def last_places(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The last place of each key, int64, in the order of the keys."""
-    if not len(keys):
-        return np.empty(0, np.int64)
-    width = len(keys).bit_length()
-    low, high = int(keys.min()), int(keys.max())
-    if (high - low) >> (63 - width) == 0:
-        return _last_places_of_narrow(keys, low, width)
-    if len(keys) < _SORTED_AT_ONCE:
-        return _last_places_of_wide(keys)
-    shares = min(_THREADS, os.cpu_count() or 1)
-    bounds = np.quantile(keys[:: len(keys) // 1000], np.linspace(0, 1, shares + 1)[1:-1], method="lower")
-
-    def of_share(share: int) -> NDArray[np.int64]:
-        inside = np.ones(len(keys), np.bool_)
-        if share > 0:
-            inside &= keys >= bounds[share - 1]
-        if share < shares - 1:
-            inside &= keys < bounds[share]
-        places = np.flatnonzero(inside)
-        return places[_last_places_of_wide(keys[places])]
-
-    with reading_threads() as threads:  # NumPy sorts without the GIL
-        return np.concatenate(list(threads.map(of_share, range(shares))))
-
-
-def _last_places_of_narrow(keys: NDArray[np.int64], low: int, width: int) -> NDArray[np.int64]:
-    # A key and its place fit in one number: to sort these takes a fifth of the time of an argsort.
-    ordered = keys - low
-    ordered <<= width
-    ordered |= np.arange(len(keys))
-    ordered.sort()
-    place = (1 << width) - 1
-    differs = np.append((ordered[1:] ^ ordered[:-1]) > place, True)
-    return ordered[np.flatnonzero(differs)] & place
-
-
-def _last_places_of_wide(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    if not len(keys):
-        return np.empty(0, np.int64)
-    # Not a stable sort, which takes three times as long: the last place is the highest.
-    order = np.argsort(keys)
-    ordered = keys[order]
-    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    return np.maximum.reduceat(order, first)
 
 
 def _concatenate(pieces: list[NDArray[Any]], dtype: type) -> NDArray[Any]:

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.keys import last_places
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import PlacedFile
-from torchrec_ext.delta.replay import gone, last_places, reading_threads
+from torchrec_ext.delta.replay import gone, reading_threads
 from torchrec_ext.errors import DeltaLogError, MissingFileError
 
 T = TypeVar("T")
