@@ -273,6 +273,31 @@ def test_bags_of_all_modes_answer_the_sign_of_zero_too() -> None:
     run_on(1, _bags_of_all_modes)
 
 
+def _negative_zeros(sequence: bool, kernel: str, sharding: str) -> None:
+    sharded = {"sharding": sharding, **SHARDINGS[sharding]}
+    for dtype in ("FP32", "FP16"):
+        with Session(one_table(sequence=sequence, kernel=kernel, dtype=dtype, **sharded)) as session:
+            for first_row, weight in session.weights("ebc", "t0"):
+                if not first_row:
+                    weight[:2] = -0.0
+            session.check()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "sharding"),
+    [
+        ("fused", "row_wise"),
+        ("fused", "column_wise"),
+        ("dense", "table_wise"),
+        ("dense", "column_wise"),
+        ("dense", "data_parallel"),
+    ],
+)
+def test_the_sign_of_zero_is_the_models(sequence: bool, kernel: str, sharding: str) -> None:
+    run_on(2, _negative_zeros, sequence, kernel, sharding)
+
+
 def _very_long_vectors(dim: int, options: dict[str, Any]) -> None:
     bag = nn.EmbeddingBag(3, dim, mode="sum")
     with Session(one_table(), attach=False) as session:

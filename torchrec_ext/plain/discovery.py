@@ -35,6 +35,7 @@ from torchrec_ext.plain.holders import KernelHolder, ModuleHolder
 from torchrec_ext.plain.layout import Band, Shard, bands_of, row_blocks
 from torchrec_ext.plain.support import (
     FLOATS,
+    adds_up,
     moves_looked_up_rows_only,
     output_dtype,
     why_unsupported,
@@ -157,7 +158,7 @@ def _of_sharded(module: internals.PlainModule, path: str, reason: str | None) ->
             num_ranks=num_ranks,
             bands=bands or (),
             local=tuple(sorted(local, key=lambda found: found.shard)),
-            pooled=pooled,
+            pooled=adds_up(kernel, device, pooled=pooled),
             divided=divided,
             output_dtype=torch.float32 if why else output_dtype(kernel, fused_params, device),
             by_lookup=moves_looked_up_rows_only(kernel, fused_params),

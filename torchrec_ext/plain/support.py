@@ -48,6 +48,11 @@ def output_dtype(
     return dtype.as_dtype()
 
 
+def adds_up(kernel: EmbeddingComputeKernel, device: torch.device, *, pooled: bool) -> bool:
+    """Whether a kernel adds rows up, if only one to zeros: a sequence's are copied."""
+    return pooled or (kernel is EmbeddingComputeKernel.DENSE and device.type == "cpu")
+
+
 def why_unsupported(
     kernel: EmbeddingComputeKernel,
     data_type: DataType,
