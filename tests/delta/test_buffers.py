@@ -65,3 +65,17 @@ def test_an_interrupt_while_memory_is_taken_leaves_no_chunk_counted(monkeypatch:
         pool.acquire([])
     assert pool.handed_out == 0
     pool.acquire([])  # would wait for ever
+
+
+def test_chunks_that_are_given_back_twice_are_there_once() -> None:
+    pool = BufferPool(2 * CHUNK_BYTES, pin_memory=False)
+    held: list[torch.Tensor] = []
+    pool.acquire(held)
+    pool.acquire(held)
+    again = [*held]
+    pool.release(held)
+    pool.release(again)
+    assert held == [] and pool.handed_out == 0
+    for _ in range(2):
+        pool.acquire(held)
+    assert len({chunk.data_ptr() for chunk in held}) == 2

@@ -71,7 +71,7 @@ def _only_looked_up_rows(sharding: str, ranks: dict[str, Any]) -> None:
     spec = one_table(features=("f0", "f1"), sharding=sharding, **ranks)
     with Session(spec) as session:
         assert session.check() == {"ebc.t0": list(range(11))}
-        assert session.dump() == {}
+        assert session.upserts() == {}
         # Each rank looks up other rows.
         mine = [[1, 2], [2]] if dist.get_rank() == 0 else [[9], [10, 10]]
         session.train({"f0": mine, "f1": [[], [5]]})
@@ -90,16 +90,16 @@ def _a_lookup_without_a_backward() -> None:
         session.lookup([1, 2])
         with torch.no_grad():
             session.lookup([3])
-        assert session.dump() == {}
+        assert session.upserts() == {}
         session.model.eval()
         session.train([4])
-        assert session.dump() == {"ebc.t0": [4]}
+        assert session.upserts() == {"ebc.t0": [4]}
         # A pipeline looks up the next batch before this batch's backward.
         this, after = session.lookup([5]), session.lookup([6])
         this.backward()
-        assert session.dump() == {"ebc.t0": [5]}
+        assert session.upserts() == {"ebc.t0": [5]}
         after.backward()
-        assert session.dump() == {"ebc.t0": [6]}
+        assert session.upserts() == {"ebc.t0": [6]}
 
 
 def test_a_row_is_marked_when_its_gradient_arrives() -> None:
@@ -179,9 +179,9 @@ def test_an_id_out_of_its_table_trains_row_0() -> None:
 def _selected() -> None:
     spec = Spec({"ebc": Collection((Table("t0", ("f0",)), Table("t1", ("f1",))))})
     with Session(spec, tables=["*.t1"]) as session:
-        assert session.dump() == {"ebc.t1": list(range(11))}
+        assert session.upserts() == {"ebc.t1": list(range(11))}
         session.train([1, 2])
-        assert session.dump() == {"ebc.t1": [1, 2]}
+        assert session.upserts() == {"ebc.t1": [1, 2]}
 
 
 def test_tables_of_one_kernel_can_be_left_out() -> None:
@@ -634,7 +634,7 @@ def _sharded_anew() -> str:
         changed = sharding_of(one_table(sharding="table_wise", ranks=(1,)), "ebc", "t0", 2)
         module.update_shards({"t0": changed}, module._env, torch.device("cpu"))
         try:
-            session.dump()
+            session.upserts()
         except (RuntimeError, DeltaDumpError) as error:
             return str(error)
         finally:
@@ -701,7 +701,7 @@ def _failing(how: str) -> None:
         session.train([1, 2, 3])
         if how == "disk":
             with full_disk() if mine else contextlib.nullcontext(), pytest.raises(DeltaDumpError):
-                session.dump()
+                session.upserts()
             dist.barrier()
         elif how == "broken table":
             (weight,) = [weight for _, weight in session.weights("ebc", "t2")]
@@ -709,7 +709,7 @@ def _failing(how: str) -> None:
             if mine:
                 weight.data[3] = float("nan")
             with pytest.raises(CorruptTableError if mine else DeltaDumpError):
-                session.dump()
+                session.upserts()
             weight.data[3] = before
             dist.barrier()
             session.step += 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 
+from tests.support.bits import assert_same_answers
 from tests.support.probed_models import (
     ALL_FEATURES,
     EMPTY,
@@ -153,8 +154,7 @@ def _compare(model: nn.Module, directory: str | Path, storage_dtype: str | None 
         for fqn, state in DeltaLog(directory).replay().items():
             expected = rounded(answers(model, fqn.removeprefix("mc."), IDS), storage_dtype)
             for found in (state.lookup(IDS), client.lookup(fqn, IDS)):
-                wrong = (expected.view(np.int32) != found.view(np.int32)).any(axis=1)
-                assert not wrong.any(), f"{fqn}: {np.flatnonzero(wrong)}"
+                assert_same_answers(found, expected, IDS, fqn)
             counts["hits"] += len(state)
             counts["misses"] += HASH_SIZE - len(state)
             assert not expected[~np.isin(IDS, state.keys)].any()

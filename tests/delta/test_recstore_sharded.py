@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import uuid
@@ -21,6 +20,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.support import models
+from tests.support.bits import assert_same_answers
 from tests.support.recstore_schedules import (
     INT64_MAX,
     OPTIMIZERS,
@@ -82,7 +82,6 @@ class Run:
         self.seed, self.where, self.number = seed, where, 0
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.counts: Counter[str] = Counter()
-        logging.disable(logging.WARNING)
         torch.manual_seed(seed)
         self.model = DistributedModelParallel(
             Model(),
@@ -235,11 +234,8 @@ class Run:
                 ids = list(range(table.rows)) if dense else seen
                 expected = models.answers(self.model, MODEL, module, table.name, ids).numpy()
                 replayed = state[f"{module}.{table.name}"].lookup(ids)
-                wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
-                assert not wrong.any(), (
-                    f"step {self.number}, {module}.{table.name}: ids "
-                    f"{[i for i, w in zip(ids, wrong, strict=True) if w][:10]} of {len(ids)}"
-                )
+                what = f"step {self.number}, {module}.{table.name}"
+                assert_same_answers(replayed, expected, ids, what)
         for observer in self.observers:
             observer.interval_ends()
         dist.barrier()

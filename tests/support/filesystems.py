@@ -19,9 +19,9 @@ from pyarrow.fs import (
     SubTreeFileSystem,
 )
 
-from tests.support.pauses import Outcome
+from tests.support.pauses import Outcome, dump_steps
 from tests.support.trainers import Trainer
-from torchrec_ext.delta import FencedError
+from torchrec_ext.delta import DeltaDumper
 
 Look = Callable[[str, str], None]
 """Is told an operation and a path, and may do what it likes; before the operation happens."""
@@ -132,29 +132,15 @@ class SteppedRun:
 
     def _run(self, root: Path, seed: int, steps: list[int]) -> None:
         try:
-            outcome = self._dump(Trainer(seed), watched(root, self._look), steps)
+            outcome = dump_steps(Trainer(seed), watched(root, self._look), steps, self._leave)
         except BaseException as error:
             self._told.put(("failed", repr(error)))
         else:
             self._told.put(("done", outcome))
 
-    def _dump(self, trainer: Trainer, log: FileSystem, steps: list[int]) -> Outcome:
-        committed: dict[int, bool] = {}
-        try:
-            dumper = trainer.attach(log)
-        except FencedError:
-            return -1, committed, trainer.answers()
-        for step in steps:
-            trainer.train(step)
-            try:
-                dumper.dump(step)
-                dumper.flush()
-                committed[step] = True
-            except FencedError:
-                committed[step] = False
+    def _leave(self, dumper: DeltaDumper) -> None:
         self._free = True
         dumper.__exit__(KeyboardInterrupt, None, None)
-        return dumper.generation, committed, trainer.answers()
 
     def _look(self, operation: str, path: str) -> None:
         if operation in self._PAUSES and not self._free:

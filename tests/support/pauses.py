@@ -79,7 +79,20 @@ class Stepped:
         self._process.join()
 
 
-def dump_steps(trainer: Trainer, log: Path | FileSystem, steps: list[int]) -> Outcome:
+def leave(dumper: DeltaDumper) -> None:
+    """Leaves a dumper as an exception would, and waits until it has left the log's files alone."""
+    dumper.__exit__(KeyboardInterrupt, None, None)
+    for thread in threading.enumerate():
+        if thread.name == "torchrec-ext-delta":
+            thread.join()
+
+
+def dump_steps(
+    trainer: Trainer,
+    log: Path | FileSystem,
+    steps: list[int],
+    leave: Callable[[DeltaDumper], None] = leave,
+) -> Outcome:
     """Opens a log and dumps; see ``Stepped``."""
     outcome: dict[int, bool] = {}
     try:
@@ -96,14 +109,6 @@ def dump_steps(trainer: Trainer, log: Path | FileSystem, steps: list[int]) -> Ou
             outcome[step] = False
     leave(dumper)
     return dumper.generation, outcome, trainer.answers()
-
-
-def leave(dumper: DeltaDumper) -> None:
-    """Leaves a dumper as an exception would, and waits until it has left the log's files alone."""
-    dumper.__exit__(KeyboardInterrupt, None, None)
-    for thread in threading.enumerate():
-        if thread.name == "torchrec-ext-delta":
-            thread.join()
 
 
 def _serve_stepped(pipe: Connection) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
+from tests.support.bits import assert_same_answers
 from tests.support.models import loss_of
 from tests.support.plain_models import (
     Collection,
@@ -25,8 +25,8 @@ from tests.support.plain_models import (
     variable_keyed,
 )
 from tests.support.rounding import STORAGE_DTYPES, rounded
-from tests.support.schedules import shared_directory
-from torchrec_ext.delta import DeltaDumper, DeltaLog
+from tests.support.schedules import Step
+from tests.support.session import Attached
 
 Bags = Mapping[str, Sequence[Sequence[int]]]
 
@@ -43,40 +43,16 @@ KINDS = {
 }
 
 
-class Session:
+class Session(Attached):
     """A small model under training with a dumper attached.
 
     All ranks must do the same; ids may differ per rank.
     """
 
     def __init__(self, spec: Spec, *, attach: bool = True, **options: Any) -> None:
+        super().__init__(build(spec), attach=attach, **options)
         self.spec = spec
-        self.model = build(spec)
         self.trainer = Trainer(self.model, spec)
-        self.step = 0
-        self._directory = shared_directory()
-        self._options = {"interval_steps": 10**9, **options}
-        self._attach = attach
-
-    def __enter__(self) -> Session:
-        self.directory = self._directory.__enter__()
-        if self._attach:
-            self.dumper = DeltaDumper(self.model, self.directory, **self._options)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._attach:
-            self.dumper.__exit__(kind, error, traceback)
-        self._directory.__exit__(kind, error, traceback)
-
-    @property
-    def log(self) -> DeltaLog:
-        return DeltaLog(self.directory)
 
     def lookup(self, bags: Bags | Sequence[int]) -> torch.Tensor:
         """A forward in the model's present mode; a list of ids stands for a bag each of every feature."""
@@ -89,26 +65,19 @@ class Session:
         """A whole training step."""
         loss = self.lookup(bags)
         self.trainer.finish(loss)
-        self.step += 1
-        if self._attach:
-            self.dumper.step(self.step)
+        self.end_step()
         return float(loss)
 
-    def dump(self) -> dict[str, list[int]]:
+    def upserts(self) -> dict[str, list[int]]:
         """Dumps; returns the keys that the dump upserts, of all ranks, in order, by table."""
-        self.step += 1
-        self.dumper.dump(self.step)
-        self.dumper.flush()
-        keys: dict[str, list[int]] = {}
-        for row in self.log.read(self.step).select(["table_fqn", "op", "key_id"]).to_pylist():
-            assert row["op"] == "upsert"
-            keys.setdefault(row["table_fqn"], []).append(row["key_id"])
+        rows = self.dump()
+        assert all(op == "upsert" for found in rows.values() for op, _ in found)
         dist.barrier()
-        return {fqn: sorted(found) for fqn, found in keys.items()}
+        return {fqn: sorted(key for _, key in found) for fqn, found in rows.items()}
 
     def check(self) -> dict[str, list[int]]:
-        """Dumps and compares the log with the model for every row; returns what ``dump`` does."""
-        keys = self.dump()
+        """Dumps and compares the log with the model for every row; returns what ``upserts`` does."""
+        keys = self.upserts()
         self.compare()
         return keys
 
@@ -120,10 +89,9 @@ class Session:
             for table in collection.tables:
                 ids = list(range(table.rows))
                 expected = answers(self.model, self.spec, module, table, ids).numpy()
-                expected = rounded(expected, self._options.get("storage_dtype"))
+                expected = rounded(expected, self.options.get("storage_dtype"))
                 replayed = state[f"{module}.{table.name}"].lookup(ids)
-                wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
-                assert not wrong.any(), f"{module}.{table}: rows {np.flatnonzero(wrong)} differ"
+                assert_same_answers(replayed, expected, ids, f"{module}.{table}")
                 compared += len(ids)
         dist.barrier()
         return compared
@@ -147,15 +115,6 @@ def local_shards(value: Any) -> list[tuple[int, torch.Tensor]]:
     if hasattr(value, "local_shards"):
         return [(shard.metadata.shard_offsets[0], shard.tensor) for shard in value.local_shards()]
     return [(0, value.detach())]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a schedule; ids are drawn per rank from ``seed``."""
-
-    kind: str
-    dump: bool
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -321,7 +280,7 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
                 held = _take(session, schedule, step, kind, held)
             session.dumper.step(session.step)
             if step.dump or number == len(schedule.steps):
-                keys = session.dump()
+                keys = session.upserts()
                 counts["compared"] += session.compare()
                 counts["dumps"] += 1
                 rows = sum(table.rows for table in tables)

@@ -16,7 +16,9 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
+from tests.support.bits import assert_same_answers
 from tests.support.models import keyed
+from tests.support.schedules import Step
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 from torchrec_ext.errors import TableFullError
 from torchrec_ext.recstore import (
@@ -63,15 +65,6 @@ class RecTable:
     dim: int = 4
     pooling: str = "SUM"
     dynamic: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a schedule."""
-
-    kind: str
-    dump: bool
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -365,11 +358,7 @@ class Run:
             ids = list(range(table.rows)) if table.dynamic is None else self._askable()
             expected = own_answers(self.ebc, self.schedule.tables, table.name, ids).numpy()
             replayed = state[f"ebc.{table.name}"].lookup(ids)
-            wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
-            assert not wrong.any(), (
-                f"step {self._number}, {table}: {wrong.sum()} of {len(ids)} answers differ, ids "
-                f"{[i for i, w in zip(ids, wrong, strict=True) if w][:10]}"
-            )
+            assert_same_answers(replayed, expected, ids, f"step {self._number}, {table}")
             self.counts["compared"] += len(ids)
             if table.dynamic is not None:
                 owned = set(state[f"ebc.{table.name}"].keys.tolist())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.bits import assert_same_answers
 from tests.support.models import Spec, Table, answers, build, keyed, loss_of
 from tests.support.rounding import STORAGE_DTYPES, rounded
 from torchrec_ext.checkpoint import reset_evicted_optimizer_state
@@ -168,11 +169,7 @@ def compare(
         for table in tables:
             expected = rounded(answers(model, spec, module, table.name, ids).numpy(), storage_dtype)
             replayed = state[f"{module}.{table.name}"].lookup(ids)
-            wrong = (expected.view(np.int32) != replayed.view(np.int32)).any(axis=1)
-            assert not wrong.any(), (
-                f"{module}.{table.name}: {wrong.sum()} of {len(ids)} answers differ, ids "
-                f"{[i for i, w in zip(ids, wrong, strict=True) if w][:10]}"
-            )
+            assert_same_answers(replayed, expected, ids, f"{module}.{table.name}")
             counts["compared"] += len(ids)
     dist.barrier()
     return counts

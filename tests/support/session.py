@@ -7,6 +7,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
+from typing_extensions import Self
 
 from tests.support.models import Spec, build, keyed, loss_of
 from tests.support.schedules import STRANGE_IDS, compare, gather_ids, shared_directory
@@ -15,25 +17,26 @@ from torchrec_ext.delta import DeltaDumper, DeltaLog
 Bags = Mapping[str, Sequence[Sequence[int]]]
 
 
-class Session:
-    """Trains step by step; ``check`` dumps and compares the log with the model for every id seen.
+class Attached:
+    """A model with a dumper attached, which dumps when it is told to.
 
-    All ranks must do the same; ids may differ per rank.
+    Args:
+        model: the model; all ranks have it.
+        attach: whether there is a dumper.
+        options: of the dumper.
     """
 
-    def __init__(self, spec: Spec, *, attach: bool = True, **options: Any) -> None:
-        self.spec = spec
-        self.model = build(spec)
+    def __init__(self, model: nn.Module, *, attach: bool, **options: Any) -> None:
+        self.model = model
         self.step = 0
-        self.seen: set[int] = {*range(-3, 30), *STRANGE_IDS}
+        self.options = {"interval_steps": 10**9, **options}
         self._directory = shared_directory()
-        self._options = {"interval_steps": 10**9, **options}
         self._attach = attach
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         self.directory = self._directory.__enter__()
         if self._attach:
-            self.dumper = DeltaDumper(self.model, self.directory, **self._options)
+            self.dumper = DeltaDumper(self.model, self.directory, **self.options)
         return self
 
     def __exit__(
@@ -49,6 +52,33 @@ class Session:
     @property
     def log(self) -> DeltaLog:
         return DeltaLog(self.directory)
+
+    def end_step(self) -> None:
+        self.step += 1
+        if self._attach:
+            self.dumper.step(self.step)
+
+    def dump(self) -> dict[str, list[tuple[str, int]]]:
+        """Dumps; returns the dump's (op, key) rows of all ranks by table."""
+        self.step += 1
+        self.dumper.dump(self.step)
+        self.dumper.flush()
+        rows: dict[str, list[tuple[str, int]]] = {}
+        for row in self.log.read(self.step).select(["table_fqn", "op", "key_id"]).to_pylist():
+            rows.setdefault(row["table_fqn"], []).append((row["op"], row["key_id"]))
+        return rows
+
+
+class Session(Attached):
+    """Trains step by step; ``check`` dumps and compares the log with the model for every id seen.
+
+    All ranks must do the same; ids may differ per rank.
+    """
+
+    def __init__(self, spec: Spec, *, attach: bool = True, **options: Any) -> None:
+        super().__init__(build(spec), attach=attach, **options)
+        self.spec = spec
+        self.seen: set[int] = {*range(-3, 30), *STRANGE_IDS}
 
     def batch(self, bags: Bags | Sequence[int]) -> Any:
         """A batch; a plain list of ids stands for one bag of the first feature."""
@@ -67,21 +97,6 @@ class Session:
         loss.backward()
         self.end_step()
         return float(loss)
-
-    def end_step(self) -> None:
-        self.step += 1
-        if self._attach:
-            self.dumper.step(self.step)
-
-    def dump(self) -> dict[str, list[tuple[str, int]]]:
-        """Dumps; returns the dump's (op, key) rows of all ranks by table."""
-        self.step += 1
-        self.dumper.dump(self.step)
-        self.dumper.flush()
-        rows: dict[str, list[tuple[str, int]]] = {}
-        for row in self.log.read(self.step).select(["table_fqn", "op", "key_id"]).to_pylist():
-            rows.setdefault(row["table_fqn"], []).append((row["op"], row["key_id"]))
-        return rows
 
     def check(self) -> dict[str, list[tuple[str, int]]]:
         """Dumps and compares; returns what ``dump`` does."""

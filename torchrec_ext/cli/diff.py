@@ -11,11 +11,11 @@ from torchrec_ext.cli.output import (
     json_option,
     print_json,
     print_lines,
-    printable,
     progress,
     table,
     user_errors,
 )
+from torchrec_ext.terminal import printable
 from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:

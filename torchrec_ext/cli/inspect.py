@@ -14,11 +14,11 @@ from torchrec_ext.cli.output import (
     moment,
     print_json,
     print_lines,
-    printable,
     size,
     table,
     user_errors,
 )
+from torchrec_ext.terminal import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

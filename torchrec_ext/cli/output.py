@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from torchrec_ext.terminal import printable
+
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Is told how much of how much is done."""
 
+_LAYOUT = "\n\t"  # of our own messages, some of which have several lines
 _PIPED_WIDTH = 400  # columns where there is no terminal: nothing may be cut off for a program
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -38,7 +41,7 @@ class UserError(click.ClickException):
 
     def format_message(self) -> str:
         """See ``click.ClickException``."""
-        return printable(self.message)
+        return printable(self.message, keep=_LAYOUT)
 
 
 class _Unavailable(click.ClickException):
@@ -117,11 +120,6 @@ def progress(label: str, *, unit: str = "bytes") -> Iterator[Progress | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def printable(text: str) -> str:
-    """Text that does nothing to a terminal, whoever wrote the file that it comes from."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
 def print_json(value: Any) -> None:
     """Prints a value, or a dataclass, as one JSON document."""
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))
@@ -163,7 +161,7 @@ def print_lines(lines: Iterable[Table | str]) -> None:
         console.width = _PIPED_WIDTH
     for line in lines:
         if isinstance(line, str):
-            console.print(printable(line), soft_wrap=True)
+            console.print(printable(line, keep=_LAYOUT), soft_wrap=True)
         else:
             console.print(line)
 

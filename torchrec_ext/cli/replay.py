@@ -11,12 +11,12 @@ from torchrec_ext.cli.output import (
     json_option,
     new_file,
     print_json,
-    printable,
     progress,
     size,
     upto_option,
     user_errors,
 )
+from torchrec_ext.terminal import printable
 
 _EXAMPLES = """\b
 Examples:

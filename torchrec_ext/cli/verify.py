@@ -9,11 +9,11 @@ from torchrec_ext.cli.output import (
     json_option,
     plain,
     print_json,
-    printable,
     progress,
     size,
     user_errors,
 )
+from torchrec_ext.terminal import printable
 
 _EXAMPLES = """\b
 Examples:

@@ -27,33 +27,36 @@ class BufferPool:
         self.max_chunks = max(1, max_bytes // self.chunk_bytes)
         self._pin_memory = pin_memory
         self._free: list[torch.Tensor] = []
-        self._handed_out = 0
+        self._handed_out: set[torch.Tensor] = set()
         self._returned = threading.Condition()
 
     @property
     def handed_out(self) -> int:
         """Chunks that are in use."""
-        return self._handed_out
+        return len(self._handed_out)
 
     def acquire(self, chunks: list[torch.Tensor]) -> None:
         """Appends a chunk, float32 ``[chunk_bytes / 4]``; waits while too many are handed out."""
         with self._returned:
-            self._returned.wait_for(lambda: self._handed_out < self.max_chunks)
-            # Counted last: a Ctrl-C may come in between, and what is counted and nobody has never comes back.
+            self._returned.wait_for(lambda: len(self._handed_out) < self.max_chunks)
             if self._free:
                 chunk = self._free.pop()
             else:
                 chunk = torch.empty(
                     self.chunk_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=self._pin_memory
                 )
+            # A Ctrl-C may come in between: what counts as handed out, and nobody has, would never come back.
             chunks.append(chunk)
-            self._handed_out += 1
+            self._handed_out.add(chunk)
 
     def release(self, chunks: list[torch.Tensor]) -> None:
-        """Takes chunks back."""
+        """Takes chunks back, and empties the list; those that are back already are not taken twice."""
         with self._returned:
-            self._free.extend(chunks)
-            self._handed_out -= len(chunks)
+            for chunk in chunks:
+                if chunk in self._handed_out:
+                    self._handed_out.remove(chunk)
+                    self._free.append(chunk)
+            chunks.clear()
             self._returned.notify_all()
 
 
@@ -78,6 +81,5 @@ class Arena:
         return matrix
 
     def release(self) -> None:
-        """Gives all chunks back; what was taken from them must not be used any more."""
+        """Gives all chunks back, whose matrices must not be used any more; a second call does nothing."""
         self._pool.release(self._chunks)
-        self._chunks = []

@@ -16,13 +16,11 @@ def in_chain_order(
 ) -> list[Manifest]:
     """The chain that ends with the newest dump, oldest first.
 
-    Where dumps were removed, the chain begins with the base that took their place. While all are there,
-    bases are not in it.
+    Where ``vacuum`` removed dumps, it begins with the base that took their place; else it has no base.
 
-    The truth is in the chain: a dump counts if the newest one leads back to it. One beside it is left out,
-    if there is a reason for it to be there. Where nothing keeps a run that was fenced off from committing, it
-    may commit late what a newer run has not seen and passes by. And where a request may be carried out that
-    seemed to have failed, a run names such a dump among those that a later one of its own makes void.
+    A dump counts if the newest one leads back to it. One beside the chain is left out if there is a reason
+    for it, both on object stores alone: a run that was fenced off committed it late (see ``marked``), or its
+    own run could not tell whether it was committed, and made it void by a later one.
 
     Raises:
         DeltaLogError: the chain has a gap, a fork or a loop; names the dumps.
@@ -42,8 +40,8 @@ def in_chain_order(
 def without_superseded(chain: Sequence[Manifest]) -> list[Manifest]:
     """The dumps that no other one makes void; a void dump makes others void all the same.
 
-    A base is never void, though the dump be that it is named after: it holds those before that one, too.
-    What else it holds is said again by the dump that made that one void.
+    A base is never void, even if its last dump is: it holds the dumps before that one, too, and what it has
+    of that one is said again by the dump that superseded it.
     """
     void = void_dumps(chain)
     return [manifest for manifest in chain if manifest.is_base or manifest.dump not in void]

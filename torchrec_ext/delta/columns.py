@@ -18,7 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.commit import Committer
-from torchrec_ext.delta.cut import NO_KEYS, DeltaSource, TableDelta
+from torchrec_ext.delta.cut import DeltaSource, TableDelta
+from torchrec_ext.delta.keys import NO_KEYS
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.errors import DeltaDumpError
 from torchrec_ext.plain import PlainTable

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.cut import NO_KEYS, Cut, TableDelta
+from torchrec_ext.delta.cut import Cut, TableDelta
 from torchrec_ext.delta.generations import Generation, UncertainCommit
+from torchrec_ext.delta.keys import NO_KEYS
 from torchrec_ext.delta.manifest import (
     MANIFEST_NAME,
     DumpId,

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
-
-NO_KEYS: NDArray[np.int64] = np.empty(0, np.int64)
+from torchrec_ext.delta.keys import NO_KEYS
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class DumpResult:
 
 
 class DeltaSource(ABC):
-    """Deltas that others wait to be taken, or that take others to be had."""
+    """Deltas that another thread or rank has a part in: they must be taken, or discarded."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[TableDelta]:
@@ -158,7 +157,7 @@ class PieceStream(DeltaSource):
         return piece
 
 
-@dataclass
+@dataclass(eq=False)
 class Cut:
     """One rank's changes at one step.
 
@@ -173,8 +172,7 @@ class Cut:
         began: when the training thread began with it, by ``time.perf_counter``.
         resumed: when training went on, by the same clock; None while it stands still.
         error: why the cut failed; such a cut tells the other ranks not to commit theirs.
-        submitted: whether the writer has it.
-        committed: whether the dump was committed, once the writer is done with it.
+        committed: whether the dump was committed; None until the writer is done with it.
     """
 
     step: int
@@ -187,8 +185,7 @@ class Cut:
     began: float = field(default_factory=time.perf_counter)
     resumed: float | None = None
     error: BaseException | None = None
-    submitted: bool = False
-    committed: bool = False
+    committed: bool | None = None
 
     @property
     def streamed(self) -> bool:

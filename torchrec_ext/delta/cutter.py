@@ -18,7 +18,7 @@ from torchrec_ext.delta.writer import DumpWriter
 logger = logging.getLogger(__name__)
 
 Diffs = dict[str, Diff]
-"""By tracker."""
+"""By the tracker's name."""
 
 
 class Cutter:
@@ -90,7 +90,7 @@ class Cutter:
         if self._unsettled is None:
             return
         cut, diffs = self._unsettled
-        if not cut.submitted:
+        if not self._writer.has(cut):
             if cut.streamed or diffs is None:
                 self._fail(cut, cut.error or RuntimeError("interrupted"))
             else:
@@ -131,7 +131,7 @@ class Cutter:
 
     def _advance(self, cut: Cut, diffs: Diffs, *, keep_marks: bool = False) -> None:
         # What the writer has in memory goes out sooner or later; a stream goes out now or is read anew.
-        if cut.committed if cut.streamed else cut.submitted:
+        if cut.committed if cut.streamed else self._writer.has(cut):
             for name, diff in diffs.items():
                 self._trackers[name].advance(diff, keep_marks=keep_marks)
         self._unsettled = None

@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.answers import find
-from torchrec_ext.delta.keys import union
+from torchrec_ext.delta.keys import NO_KEYS, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest
 from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.scan import Scan
-
-_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,17 @@ def diff_log(
     earlier = log.history_upto(before)
     between = _between(log, earlier[-1].dump, log.history_upto(after)[-1].dump)
     if not between:
-        tables = {fqn: TableDifference(fqn, _NONE, _NONE, _NONE, np.empty(0)) for fqn in earlier[-1].tables}
+        tables = {
+            fqn: TableDifference(fqn, NO_KEYS, NO_KEYS, NO_KEYS, np.empty(0)) for fqn in earlier[-1].tables
+        }
         return LogDifference(earlier[-1].dump, earlier[-1].dump, tables)
     scan = Scan(log, between)
     upserted = scan.keys()
-    gone = dict.fromkeys(upserted, _NONE)
+    gone = dict.fromkeys(upserted, NO_KEYS)
     for fqn, keys in scan.deletes():
         gone[fqn] = union(gone[fqn], keys)
     said = {fqn: union(keys, gone[fqn]) for fqn, keys in upserted.items()}
-    replay = log.history(earlier, keep=lambda fqn, keys: find(said.get(fqn, _NONE), keys)[0])
+    replay = log.history(earlier, keep=lambda fqn, keys: find(said.get(fqn, NO_KEYS), keys)[0])
     total, read = sum(map(len, said.values())), 0
     collected = {
         fqn: _Collected(*_vectors_before(replay, fqn, info.dim)) for fqn, info in between[-1].tables.items()
@@ -119,7 +119,7 @@ def distances(vectors: NDArray[np.float32], others: NDArray[np.float32] | np.flo
 def _vectors_before(replay: Replay, fqn: str, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The keys that a replay holds of a table, sorted, and their vectors."""
     pieces = list(replay.latest(fqn))
-    keys = np.concatenate([_NONE, *(keys for keys, _, _ in pieces)])
+    keys = np.concatenate([NO_KEYS, *(keys for keys, _, _ in pieces)])
     vectors = np.concatenate([np.empty((0, dim), np.float32), *(vectors for _, vectors, _ in pieces)])
     order = np.argsort(keys)
     return keys[order], vectors[order]
@@ -131,8 +131,8 @@ class _Collected:
     def __init__(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         self._keys = keys
         self._vectors = vectors
-        self._came = [_NONE]
-        self._moved = [_NONE]
+        self._came = [NO_KEYS]
+        self._moved = [NO_KEYS]
         self._distances = [np.empty(0)]
 
     def take(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:

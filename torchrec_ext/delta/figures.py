@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.answers import find
 from torchrec_ext.delta.difference import distances
-from torchrec_ext.delta.keys import Keys, difference, union
+from torchrec_ext.delta.keys import NO_KEYS, Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest, TableInfo
 from torchrec_ext.delta.scan import Scan
@@ -169,7 +169,7 @@ class _Sample:
     dim: int
     size: int
     limit: float = 1.0
-    keys: Keys = field(default_factory=lambda: np.empty(0, np.int64))
+    keys: Keys = field(default_factory=lambda: NO_KEYS)
     vectors: NDArray[np.float32] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class _Followed:
 
     def __init__(self, sample: _Sample) -> None:
         self._sample = sample
-        self._held = np.empty(0, np.int64)
+        self._held = NO_KEYS
         self._begin()
 
     def _begin(self) -> None:

@@ -13,7 +13,7 @@ from torchrec_ext.zch import ZchTable
 
 
 class FlaggedRows:
-    """The rows of one ZCH table on this rank, as far as it does not matter who knows their owners.
+    """The rows of one ZCH table on this rank, but for how a row's owner is found.
 
     Holds a flag per row, whatever the number of steps between dumps. Nobody but the training thread
     changes rows, so they are always at rest, and where they were, while it dumps.

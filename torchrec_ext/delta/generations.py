@@ -229,7 +229,7 @@ def owner_of(run_id: str) -> bytes:
 
 
 def named_owner(said: bytes) -> str:
-    """Whom that means."""
+    """The run that ``owner_of`` describes, as messages name it."""
     try:
         owner = json.loads(said)
         return f"process {owner['pid']} on {owner['host']}"

@@ -156,12 +156,12 @@ def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[Tra
 
 def up_to(end: DumpId | None, dumps: list[Manifest], again: Callable[[], list[Manifest]]) -> list[Manifest]:
     """The dumps up to one of them, read again if it was not there yet; if it is not even then, all."""
-    for attempt in (lambda: dumps, again):
-        seen = attempt()
-        counts = [count for count, dump in enumerate(seen, 1) if dump.dump == end]
-        if counts or end is None:
-            return seen[: counts[0]] if counts else []
-    return seen
+    if end is None:
+        return []
+    if end not in (dump.dump for dump in dumps):
+        dumps = again()
+    ids = [dump.dump for dump in dumps]
+    return dumps[: ids.index(end) + 1] if end in ids else dumps
 
 
 def place_for(output_dir: str | os.PathLike[str] | pafs.FileSystem) -> Place:

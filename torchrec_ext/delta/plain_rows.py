@@ -120,7 +120,7 @@ class PlainFollower:
             present = set(internals.embedding_kernels(self._module))
             if not present.issuperset(self._kernels):
                 raise RuntimeError(
-                    f"the tables {', '.join(rows.part.table.fqn for rows in self._parts)} were sharded anew "
+                    f"the tables {', '.join(rows.part.fqn for rows in self._parts)} were sharded anew "
                     "since the DeltaDumper was constructed; construct a new one"
                 )
         for holder in self._weights:
@@ -167,7 +167,7 @@ class PartRows:
         self.start = start
         self._follower = follower
         self._lost: collections.deque[NDArray[np.int64]] = collections.deque()
-        self._kept = None if part.table.by_lookup else [weight.clone() for weight in self.weights()]
+        self._kept = None if part.by_lookup else [weight.clone() for weight in self.weights()]
         self._versions = self._written()
 
     @property
@@ -239,7 +239,7 @@ class PartRows:
 
     def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See ``RowSource``: of all ranks, since each row is on one of them."""
-        return self.part.table.is_row(keys)
+        return self.part.is_row(keys)
 
     def locate(self, keys: NDArray[np.int64], rows: torch.Tensor, moment: int) -> torch.Tensor:
         """See ``RowSource``."""

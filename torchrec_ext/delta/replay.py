@@ -264,22 +264,22 @@ def _gather(history: _TableHistory, winners: NDArray[np.int64]) -> NDArray[np.fl
 
 def _vectors_at(
     history: _TableHistory, winners: NDArray[np.int64]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], StorageDtype]]:
+) -> Iterator[tuple[NDArray[np.integer[Any]], NDArray[np.float32], StorageDtype]]:
     """Reads the vectors at positions of the table's history: which of the positions, theirs, how stored."""
     for wanted in _wanted(history, winners):
         for group, which, found in _read(wanted, history.info.dim):
             yield which, found, group.storage_dtype
 
 
-_Wanted = list[tuple[_Group, NDArray[np.int64], NDArray[np.int64]]]
+_Wanted = list[tuple[_Group, NDArray[np.integer[Any]], NDArray[np.int64]]]
 """Of one file: row groups, which of the positions asked for are theirs, and the rows at these."""
 
 
 def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wanted]:
     starts = np.cumsum([0, *(len(group.keys) for group in history.groups)])
     # By position, without a sort: which of the winners stands there, counted from 1.
-    standing = np.zeros(starts[-1], np.int32)
-    standing[winners] = np.arange(1, len(winners) + 1, dtype=np.int32)
+    standing = np.zeros(starts[-1], np.min_scalar_type(len(winners)))
+    standing[winners] = np.arange(1, len(winners) + 1)
     positions = np.flatnonzero(standing)
     by_position = standing[positions] - 1
     bounds = np.searchsorted(positions, starts)
@@ -295,7 +295,7 @@ def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wan
         ]
 
 
-def _read(wanted: _Wanted, dim: int) -> Iterator[tuple[_Group, NDArray[np.int64], NDArray[np.float32]]]:
+def _read(wanted: _Wanted, dim: int) -> Iterator[tuple[_Group, NDArray[np.integer[Any]], NDArray[np.float32]]]:
     """Some rows of a row group at a time: which of the positions asked for are among them, their vectors."""
     part = wanted[0][0].file
     # What is decoded, and copied from, stays in the cache, and in memory that was used before.

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 import torch.distributed as dist
 
 from torchrec_ext.delta.chain import without_superseded
-from torchrec_ext.delta.cut import NO_KEYS
 from torchrec_ext.delta.following import Followers
-from torchrec_ext.delta.keys import Keys, difference, union
+from torchrec_ext.delta.keys import NO_KEYS, Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.opening import OpenedLog, describe, own_keys
 from torchrec_ext.delta.position import Branch, LogPosition, branch_at

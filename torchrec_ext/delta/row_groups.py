@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.keys import last_places
+from torchrec_ext.delta.keys import NO_KEYS, last_places
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import PlacedFile
@@ -39,9 +39,9 @@ class RowGroup:
         file: it is in.
         index: its number there.
         rows: how many.
-        role: ``said``: its rows count. ``before``: those of keys that a stray speaks of do. ``stray``: no row
-            does, but a key of which nothing else speaks has none any more.
-        packed: where no later row of these dumps speaks of the same key, a bit per row; None: everywhere.
+        role: ``said``: its rows count. ``before``: those of keys that a stray has do. ``stray``: none do, but
+            a key that only strays have is deleted.
+        packed: which rows have a key that no later row of these dumps has, a bit per row; None: all.
     """
 
     file: PlacedFile
@@ -52,7 +52,7 @@ class RowGroup:
 
     @property
     def latest(self) -> NDArray[np.bool_]:
-        """Where no later row of these dumps speaks of the same key, bool ``[rows]``."""
+        """Which rows have a key that no later row of these dumps has, bool ``[rows]``."""
         if self.packed is None:
             return np.ones(self.rows, np.bool_)
         return np.unpackbits(self.packed, count=self.rows).view(np.bool_)
@@ -112,7 +112,7 @@ def mark_latest(
     packed: list[NDArray[np.uint8]] = [np.zeros(-(-group.rows // 8), np.uint8) for group in groups]
     for number in range(passes):
         keys, places = _share(groups, number, passes, progress)
-        latest = latest_of(np.concatenate([np.empty(0, np.int64), *keys]))
+        latest = latest_of(np.concatenate([NO_KEYS, *keys]))
         start = 0
         for place, own, found in zip(places, keys, packed, strict=True):
             bits = latest[start : start + len(own)]

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from torchrec_ext.delta.commit import Committer
-from torchrec_ext.delta.cut import NO_KEYS
 from torchrec_ext.delta.following import Followers
-from torchrec_ext.delta.keys import Keys
+from torchrec_ext.delta.keys import NO_KEYS, Keys
 from torchrec_ext.delta.position import LogPosition, merged
 from torchrec_ext.delta.tracker import Tracker
 from torchrec_ext.ranks import gather, on_every_rank

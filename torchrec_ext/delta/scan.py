@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.keys import NO_KEYS
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.replay import fallback_of
@@ -102,7 +103,7 @@ class Scan:
         found: dict[str, list[NDArray[np.int64]]] = {fqn: [] for fqn in self._groups}
         for fqn, keys, upsert in self._keys():
             found[fqn].append(keys[upsert])
-        return {fqn: np.sort(np.concatenate(k)) if k else np.empty(0, np.int64) for fqn, k in found.items()}
+        return {fqn: np.sort(np.concatenate([NO_KEYS, *k])) for fqn, k in found.items()}
 
     def fallbacks(self) -> dict[str, tuple[TableInfo, NDArray[np.float32], dict[int, NDArray[np.float32]]]]:
         """Of each table the last dump covers: what it says of it, its fallback rows, its exceptions."""

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import CHUNK_BYTES
+from torchrec_ext.delta.keys import NO_KEYS
 from torchrec_ext.delta.storage import StorageDtype, rounded
 from torchrec_ext.delta.tracked import RowSource, TrackedTable, copy_rows
 
@@ -92,5 +93,5 @@ class Standing:
         """Where the rows of keys are in ``rows``, of those that own one, and which keys these are."""
         at = np.searchsorted(self._keys, keys)
         at[at == len(self._keys)] = 0
-        found = np.flatnonzero(self._keys[at] == keys) if len(self._keys) else np.empty(0, np.int64)
+        found = np.flatnonzero(self._keys[at] == keys) if len(self._keys) else NO_KEYS
         return self._places[at[found]], found

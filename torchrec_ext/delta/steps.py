@@ -48,7 +48,7 @@ class Steps:
 
     @property
     def told(self) -> int | None:
-        """The last that anybody told of in any way."""
+        """The newest step that is known: taken, dumped or resumed from."""
         known = [step for step in (self.resumed, self.dumped, self.last) if step is not None]
         return max(known, default=None)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
-from torchrec_ext.delta.cut import NO_KEYS, ShardAnswers, TableDelta
-from torchrec_ext.delta.keys import difference
+from torchrec_ext.delta.cut import ShardAnswers, TableDelta
+from torchrec_ext.delta.keys import NO_KEYS, difference
 from torchrec_ext.delta.standing import Standing
 from torchrec_ext.delta.storage import LARGEST, StorageDtype
 from torchrec_ext.delta.tracked import NO_ROW, RowSource, TrackedTable, copy_rows

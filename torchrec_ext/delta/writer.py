@@ -62,11 +62,16 @@ class DumpWriter:
     def _append(self, cut: Cut) -> None:
         if self._gave_up is not None:
             raise DeltaDumpError("the writer's thread has ended") from self._gave_up
-        self._pending.append(cut)
-        cut.submitted = True
         if not cut.streamed:
             cut.resumed = time.perf_counter()
+        # Last of all the cut is there or not: a Ctrl-C may come in between. Who is woken waits for the lock.
         self._changed.notify_all()
+        self._pending.append(cut)
+
+    def has(self, cut: Cut) -> bool:
+        """Whether a cut was submitted."""
+        with self._changed:
+            return cut in self._pending or cut.committed is not None
 
     def wait_until_written(self) -> None:
         """Waits until nothing is pending."""

@@ -76,7 +76,7 @@ class PlainTable:
         return self.fqn
 
     @property
-    def columns(self) -> slice:
+    def columns(self) -> slice | NDArray[np.int64]:
         """All of a vector's columns."""
         return slice(None)
 
@@ -141,29 +141,33 @@ class PlainTable:
             for band in self.bands
             if (local := [found for found in self.local if found.shard in band.shards_of(self.shard)])
         ] or [(Band(0, 0, (Shard(0, 0, 0, self.dim, self.shard),)), ())]
-        return [TablePart(self, band, local, is_first=index == 0) for index, (band, local) in enumerate(held)]
+        return [TablePart.of(self, band, local, is_first=not n) for n, (band, local) in enumerate(held)]
 
 
 @dataclass(frozen=True, eq=False)
-class TablePart:
+class TablePart(PlainTable):
     """What one rank holds of a band of a table: all columns, or some; itself a table to a tracker.
 
     Attributes:
-        table: the table.
         band: the band.
-        local: the shards of it that are on this rank, from left to right.
         is_first: whether keys that are no rows are deleted with it.
+        local: the shards of it that are on this rank, from left to right.
+        dim: the columns that are here.
     """
 
-    table: PlainTable
     band: Band
-    local: tuple[LocalShard, ...]
     is_first: bool
 
+    @classmethod
+    def of(cls, table: PlainTable, band: Band, local: tuple[LocalShard, ...], *, is_first: bool) -> TablePart:
+        """The part of a table that these shards are."""
+        dim = sum(found.shard.num_columns for found in local) if local else table.dim
+        return cls(**{**vars(table), "local": local, "dim": dim}, band=band, is_first=is_first)
+
     @property
-    def fqn(self) -> str:
-        """The table's."""
-        return self.table.fqn
+    def is_split(self) -> bool:
+        """Whether other ranks hold columns of the same rows."""
+        return len(self.band.ranks) > 1
 
     @property
     def part(self) -> str:
@@ -179,23 +183,6 @@ class TablePart:
         ranges = [np.arange(s.first_column, s.first_column + s.num_columns) for s in shards]
         return np.concatenate([np.empty(0, np.int64), *ranges])
 
-    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each key is a row of the band, or none of the table and the rank's to delete."""
-        kept = (keys >= self.first_row) & (keys < self.first_row + self.num_rows)
-        if self.is_first:
-            kept |= ~self.table.is_row(keys) & (self.routing.shard_of(keys) == self.shard)
-        return kept
-
-    @property
-    def is_split(self) -> bool:
-        """Whether other ranks hold columns of the same rows."""
-        return len(self.band.ranks) > 1
-
-    @property
-    def dim(self) -> int:
-        """The columns that are here."""
-        return sum(found.shard.num_columns for found in self.local) if self.local else self.table.dim
-
     @property
     def num_rows(self) -> int:
         """The band's rows."""
@@ -206,59 +193,12 @@ class TablePart:
         """The global row at which the band starts."""
         return self.band.first_row
 
-    @property
-    def kind(self) -> str:
-        """See ``PlainTable``."""
-        return self.table.kind
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """See ``PlainTable``."""
-        return self.table.features
-
-    @property
-    def shard(self) -> int:
-        """See ``PlainTable``."""
-        return self.table.shard
-
-    @property
-    def num_embeddings(self) -> int:
-        """See ``PlainTable``."""
-        return self.table.num_embeddings
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``PlainTable``."""
-        return self.table.dtype
-
-    @property
-    def key_space(self) -> str:
-        """See ``PlainTable``."""
-        return self.table.key_space
-
-    @property
-    def hash_size(self) -> int:
-        """See ``PlainTable``."""
-        return self.table.hash_size
-
-    @property
-    def routing(self) -> ShardRouting:
-        """See ``PlainTable``."""
-        return self.table.routing
-
-    @property
-    def place(self) -> None:
-        """See ``PlainTable``."""
-        return None
-
-    @property
-    def unsupported(self) -> str | None:
-        """See ``PlainTable``."""
-        return self.table.unsupported
-
-    def as_answered_(self, vectors: torch.Tensor) -> None:
-        """See ``PlainTable``."""
-        self.table.as_answered_(vectors)
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each key is a row of the band, or none of the table and the rank's to delete."""
+        kept = (keys >= self.first_row) & (keys < self.first_row + self.num_rows)
+        if self.is_first:
+            kept |= ~self.is_row(keys) & (self.routing.shard_of(keys) == self.shard)
+        return kept
 
 
 def part_name(fqn: str, band: Band) -> str:

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 
-from torchrec_ext.store import kernels
+from torchrec_ext.store import kernels, row_access
 from torchrec_ext.store.bags import Bags
 from torchrec_ext.store.group import RowGroup
 from torchrec_ext.store.init_fns import InitFn, InitFns, filled_in
@@ -20,7 +19,7 @@ from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.places import Place
 from torchrec_ext.store.snapshots import StoreSnapshot
 from torchrec_ext.store.state import StoreState
-from torchrec_ext.store.store import NO_ROW, UNREAD, Rows, Store
+from torchrec_ext.store.store import UNREAD, Rows, Store
 from torchrec_ext.store.table_changes import create_tables, set_optimizer
 from torchrec_ext.store.tables import KeyOf, Table
 from torchrec_ext.store.update_queue import UpdateQueue
@@ -111,7 +110,7 @@ class LocalStore(Store):
         """See ``Store``."""
         self.drain()
         with self._state.locked(exclusive=admit):
-            group, rows = self._flat_rows(table, keys, admit=admit)
+            group, rows = row_access.flat_rows(self._state, table, keys, admit=admit)
             return group.weight.index_select(0, rows)
 
     def pull_many(
@@ -137,7 +136,8 @@ class LocalStore(Store):
                 piece = slice(start, start + ROWS_PER_LOCK)
                 part = Rows(held.keys[piece], held.rows[piece], held.versions[piece])
                 with self._state.locked(exclusive=admit):
-                    self._refresh(table, part, admit=admit, counts=counts[i][piece] if counts else None)
+                    counted = counts[i][piece] if counts else None
+                    row_access.refresh(self._state, table, part, admit=admit, counts=counted)
         return found
 
     def refresh_many(
@@ -151,7 +151,9 @@ class LocalStore(Store):
         self.drain()
         with self._state.locked(exclusive=admit):
             return sum(
-                self._refresh(table, rows, admit=admit, counts=counts[i] if counts else None)
+                row_access.refresh(
+                    self._state, table, rows, admit=admit, counts=counts[i] if counts else None
+                )
                 for i, (table, rows) in enumerate(held)
             )
 
@@ -187,11 +189,10 @@ class LocalStore(Store):
         """See ``Store``."""
         self.drain()
         with self._state.locked(exclusive=False):
-            group, rows = self._flat_rows(table, keys)
+            group, rows = row_access.flat_rows(self._state, table, keys)
             slots = {name: slot.index_select(0, rows) for name, slot in group.slots.items()}
             return group.weight.index_select(0, rows), slots
 
-    @torch.no_grad()
     def write(
         self,
         table: str,
@@ -202,31 +203,7 @@ class LocalStore(Store):
         """See ``Store``."""
         self.drain()
         with self._state.locked(exclusive=True):
-            group = self._state.group_of(table)
-            group.check_keys(table, keys)
-            if len(torch.unique(keys)) < len(keys):
-                raise ValueError(f"table {table!r}: keys to write must not repeat")
-            targets = [("rows", group.weight, rows)] if rows is not None else []
-            for name, values in (slots or {}).items():
-                if name not in group.slots:
-                    raise ValueError(f"table {table!r} has no slot {name!r}, it has {sorted(group.slots)}")
-                targets.append((f"slot {name!r}", group.slots[name], values))
-            for what, array, values in targets:
-                if values.shape != (expected := (len(keys), array.shape[1])):
-                    raise ValueError(
-                        f"table {table!r}: {what} must be {list(expected)}, not {list(values.shape)}"
-                    )
-            with self._state.writing() as clock:
-                if table in group.keys:
-                    release = partial(group.release_rows, table, clock=clock)
-                    local, new = group.keys[table].admit(keys, release)
-                    group.initialize_rows(table, new, clock)
-                else:
-                    local = group.local_rows(table, keys)
-                flat = local + group.first_row[table]
-                for _, array, values in targets:
-                    array.index_copy_(0, flat, values.to(array.dtype))
-                group.versions.index_fill_(0, flat, clock)
+            row_access.write(self._state, table, keys, rows, slots or {})
 
     def evict_unused(self, table: str, steps: int) -> int:
         """Evicts keys of a dynamic table that were not looked up in training for ``steps`` steps.
@@ -236,15 +213,7 @@ class LocalStore(Store):
         """
         self.drain()
         with self._state.locked(exclusive=True):
-            group = self._state.group_of(table)
-            if table not in group.keys:
-                raise ValueError(f"table {table!r} is dense: every key has a row")
-            keys = group.keys[table]
-            rows = keys.unused_since(self._state.step + 1 - steps)
-            with self._state.writing() as clock:
-                group.release_rows(table, rows, clock)
-                keys.evict(rows)
-            return len(rows)
+            return row_access.evict_unused(self._state, table, steps)
 
     # The local fast path
 
@@ -264,16 +233,7 @@ class LocalStore(Store):
     def touch(self, table: str, rows: torch.Tensor | None = None) -> None:
         """Takes note that rows of a table were written through ``weight`` or ``slots``; by default all."""
         with self._state.locked(exclusive=True):
-            group = self._state.group_of(table)
-            versions = group.versions_of(table)
-            if table in group.keys:
-                # Not those that lost their key, or its loss would be forgotten.
-                rows = group.keys[table].rows_in_use() if rows is None else rows[versions[rows] > 0]
-            with self._state.writing() as clock:
-                if rows is None:
-                    versions.fill_(clock)
-                else:
-                    versions.index_fill_(0, rows, clock)
+            row_access.touch(self._state, table, rows)
 
     def local_lookup_flat(self, group: RowGroup, bags: Bags) -> torch.Tensor:
         """Pools rows of a group, ``[batch_size, num_features * dim]``; see ``kernels.pool``."""
@@ -360,50 +320,8 @@ class LocalStore(Store):
 
     def _check(self, requests: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._state.locked(exclusive=False):
-            for table, keys in requests:
-                self._state.group_of(table).check_keys(table, keys)
+            row_access.check_keys(self._state, requests)
 
-    def _flat_rows(
-        self, table: str, keys: torch.Tensor, *, admit: bool = False
-    ) -> tuple[RowGroup, torch.Tensor]:
-        group = self._state.group_of(table)
-        group.check_keys(table, keys)
-        if admit and table in group.keys:
-            rows = self._admit(group, table, keys)
-        else:
-            rows = group.local_rows(table, keys)
-        first = group.first_row[table]
-        return group, rows + first if first else rows
-
-    def _admit(
-        self, group: RowGroup, table: str, keys: torch.Tensor, counts: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The rows of a dynamic table's keys after they were counted, and some perhaps admitted."""
-        with self._state.writing() as clock:
-            release = partial(group.release_rows, table, clock=clock)
-            rows, new = group.keys[table].look_up(keys, self._state.step + 1, release, counts)
-            group.initialize_rows(table, new, clock)
-            return rows
-
-    @torch.no_grad()
-    def _refresh(self, table: str, held: Rows, *, admit: bool, counts: torch.Tensor | None) -> int:
-        """Brings rows up to date; the caller holds the lock, exclusively if ``admit``."""
-        group = self._state.group_of(table)
-        if admit and table in group.keys:
-            self._admit(group, table, held.keys, counts)
-        _, rows = self._flat_rows(table, held.keys)
-        versions = group.versions.index_select(0, rows)
-        if table in group.keys:
-            versions[rows == group.first_row[table]] = NO_ROW
-        changed = (versions != held.versions).nonzero().flatten()
-        if len(changed) == len(rows):
-            torch.index_select(group.weight, 0, rows, out=held.rows)
-        elif len(changed):
-            held.rows.index_copy_(0, changed, group.weight.index_select(0, rows[changed]))
-        held.versions.copy_(versions)
-        return len(changed)
-
-    @torch.no_grad()
     def _update_many(
         self,
         requests: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
@@ -412,14 +330,4 @@ class LocalStore(Store):
         lr: float | None,
     ) -> None:
         with self._state.locked(exclusive=True):
-            self._check((table, keys) for table, keys, _ in requests)
-            for table, keys, grads in requests:
-                expected = [len(keys), self._state.group_of(table).dim]
-                if list(grads.shape) != expected:
-                    raise ValueError(
-                        f"table {table!r}: gradients must be {expected}, not {list(grads.shape)}"
-                    )
-            with self._state.writing(step) as clock:
-                for table, keys, grads in requests:
-                    group, rows = self._flat_rows(table, keys)
-                    group.update(Bags.of_one(rows), grads, step=step, lr=lr, clock=clock)
+            row_access.update(self._state, requests, step=step, lr=lr)

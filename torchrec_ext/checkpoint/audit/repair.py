@@ -31,13 +31,13 @@ from torchrec_ext.checkpoint.audit.report import (
     Kind,
     as_json,
     named,
-    printable,
 )
 from torchrec_ext.checkpoint.audit.restore import Restored, restored_values
 from torchrec_ext.checkpoint.audit.values import MAX_MAGNITUDE, OnRows
 from torchrec_ext.errors import CheckpointError
 from torchrec_ext.store.saved import WEIGHT, SavedSnapshot
 from torchrec_ext.store.tables import ByFunction
+from torchrec_ext.terminal import printable
 
 _VALUES: frozenset[Kind] = frozenset({"non_finite", "absurd", "negative"})
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from torchrec_ext.terminal import printable
+
 Kind = Literal[
     "non_finite",
     "absurd",
@@ -168,13 +170,6 @@ class AuditReport:
 def named(what: object, key: str, several: Iterable[str]) -> str:
     """What is said of a tensor, with its key if it is one of several."""
     return f"{what} [{printable(key)}]" if key in several else str(what)
-
-
-def printable(text: str) -> str:
-    """A text in which what a terminal could take for a command is escaped: names come from checkpoints."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    )
 
 
 def as_json(content: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.delta import format as fmt
-from torchrec_ext.delta.keys import Keys
+from torchrec_ext.delta.keys import NO_KEYS, Keys
 from torchrec_ext.delta.manifest import FileEntry, Manifest, TableInfo
 from torchrec_ext.delta.storage import SCALE_AND_BIAS
 from torchrec_ext.delta.verification.findings import Check, Findings
@@ -140,7 +140,7 @@ class DumpRows:
     def said_of(self, fqn: str, *ops: str) -> Keys:
         """The keys of a table that the dump says anything of."""
         pieces = [self.keys.get((fqn, op), []) for op in ops or (fmt.UPSERT, fmt.DELETE)]
-        return np.concatenate([np.empty(0, np.int64), *(keys for piece in pieces for keys in piece)])
+        return np.concatenate([NO_KEYS, *(keys for piece in pieces for keys in piece)])
 
     def _info(self, where: str, fqn: str) -> TableInfo | None:
         """What rows of a table can be compared with."""

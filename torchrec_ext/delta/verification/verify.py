@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import in_chain_order, void_dumps
-from torchrec_ext.delta.keys import Keys, difference, union
+from torchrec_ext.delta.keys import NO_KEYS, Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, TableInfo
 from torchrec_ext.delta.verification.findings import Check, Findings, Verification
@@ -207,7 +206,7 @@ class _Verifier:
             self._held = None
             return
         for fqn, info in manifest.tables.items():
-            held = difference(self._held.get(fqn, np.empty(0, np.int64)), rows.said_of(fqn, fmt.DELETE))
+            held = difference(self._held.get(fqn, NO_KEYS), rows.said_of(fqn, fmt.DELETE))
             self._held[fqn] = held = union(held, rows.said_of(fqn, fmt.UPSERT))
             if len(held) > info.num_embeddings > 0:
                 message = f"{fqn}: {len(held)} keys own a row of {info.num_embeddings}: deletes are missing"
@@ -219,7 +218,7 @@ class _Verifier:
         if rows is None or void or self._held is None:
             return
         for fqn in base.tables:
-            keys, held = rows.said_of(fqn, fmt.UPSERT), self._held.get(fqn, np.empty(0, np.int64))
+            keys, held = rows.said_of(fqn, fmt.UPSERT), self._held.get(fqn, NO_KEYS)
             for what, found in (("missing", difference(held, keys)), ("too many", difference(keys, held))):
                 self._findings.add_keys("base", base.directory, f"{fqn}: keys {what}", found)
         self._findings.close(base.directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Literal
@@ -11,8 +10,8 @@ from typing import Literal
 import torch
 
 from torchrec_ext.store.flight import wire
-from torchrec_ext.store.flight.ahead import NOTHING, RowsAhead, Wanted
-from torchrec_ext.store.flight.connection import Answer, Connection, Part, Run, Servers
+from torchrec_ext.store.flight.ahead import NOTHING
+from torchrec_ext.store.flight.connection import Answer, Connection, Part, Servers
 from torchrec_ext.store.flight.known_tables import KnownTables
 from torchrec_ext.store.flight.shares import (
     Place,
@@ -23,20 +22,15 @@ from torchrec_ext.store.flight.shares import (
     split_snapshot,
     take,
 )
-from torchrec_ext.store.flight.versions import first_of, label, unlabel, version_of
-from torchrec_ext.store.flight.written import WrittenRows
+from torchrec_ext.store.flight.sole_writer import SoleWriter
+from torchrec_ext.store.flight.versions import label, unlabel
 from torchrec_ext.store.forks import when_forked
 from torchrec_ext.store.init_fns import InitFn, InitFns, with_initial_rows
 from torchrec_ext.store.mismatches import OnMismatch, RestoreReport, check_room, fit_snapshot
 from torchrec_ext.store.optimizers import StoreOptimizer
 from torchrec_ext.store.snapshots import StoreSnapshot
 from torchrec_ext.store.store import Rows, Store
-from torchrec_ext.store.tables import (
-    DenseTable,
-    DynamicTable,
-    Table,
-    table_to_json,
-)
+from torchrec_ext.store.tables import DynamicTable, Table, table_to_json
 from torchrec_ext.store.update_queue import UpdateQueue
 
 logger = logging.getLogger(__name__)
@@ -97,16 +91,14 @@ class RemoteStore(Store):
         self._bulk_timeout = bulk_timeout
         self._known = KnownTables(self._servers)
         self._updates = UpdateQueue()
-        self._written = WrittenRows() if writers == "one" else None
-        self._ahead = RowsAhead()
-        self._writing = threading.Lock()
+        self._sole_writer = SoleWriter() if writers == "one" else None
         when_forked(self)
 
     def after_fork(self) -> None:
         """See ``Forked``: gRPC's threads are not there."""
         self._servers.abandon()
-        self._ahead = RowsAhead()
-        self._writing = threading.Lock()
+        if self._sole_writer is not None:
+            self._sole_writer.after_fork()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.urls)})"
@@ -180,10 +172,8 @@ class RemoteStore(Store):
             rows = join([answer.tensors[j] for answer in answers], here, len(part))
             versions = [label(answer.tensors[len(keys) + j], answer.epoch) for answer in answers]
             found.append(Rows(part, rows, join(versions, here, len(part))))
-        if ahead and self._written is not None:
-            for table, rows_of_table in zip(tables, found, strict=True):
-                if isinstance(table, DenseTable):
-                    self._ahead.expect(table.name, rows_of_table)
+        if ahead and self._sole_writer is not None:
+            self._sole_writer.expect(tables, found)
         return found
 
     def refresh_many(
@@ -201,7 +191,11 @@ class RemoteStore(Store):
         changed = 0
         asked = []
         for j, table in enumerate(tables):
-            brought, complete = self._refresh_by_itself(table, held[j][1], runs, [here[j] for here in places])
+            brought, complete = 0, False
+            if self._sole_writer is not None:
+                brought, complete = self._sole_writer.refresh(
+                    table, held[j][1], runs, [here[j] for here in places]
+                )
             changed += brought
             if not complete:
                 asked.append(j)
@@ -368,22 +362,19 @@ class RemoteStore(Store):
         for here in places:
             keys_here, grads_here = take(keys, here), take(grads, here)
             some = [j for j, part in enumerate(keys_here) if len(part)]
-            wanted = [self._wanted(tables[j], keys_here[j]) for j in some]
+            wanted = [
+                self._sole_writer.wanted(tables[j], keys_here[j]) if self._sole_writer else NOTHING
+                for j in some
+            ]
             args = {"tables": [tables[j].name for j in some], "step": step, "lr": lr}
             tensors = [*(keys_here[j] for j in some), *(grads_here[j] for j in some)]
             parts.append((args, [*tensors, *(part.places for part in wanted)]))
             asked_back.append(wanted)
         # To all servers, also to those with nothing to update: they count the steps.
         answers = self._change("update_many", parts, tables, keys, places)
-        for answer, wanted in zip(answers, asked_back, strict=True):
-            for part, rows in zip(wanted, answer.tensors, strict=True):
-                self._ahead.learn(part, rows, version_of(answer))
-
-    def _wanted(self, table: Table, keys: torch.Tensor) -> Wanted:
-        """Which of the keys' rows an update shall bring back."""
-        if self._written is None or isinstance(table, DynamicTable):
-            return NOTHING
-        return self._ahead.wanted(table.name, keys)
+        if self._sole_writer is not None:
+            for answer, wanted in zip(answers, asked_back, strict=True):
+                self._sole_writer.learn(answer, wanted)
 
     def _change(
         self,
@@ -394,37 +385,9 @@ class RemoteStore(Store):
         places: Sequence[Sequence[Place]],
     ) -> list[Answer]:
         """Asks for a change of rows, and takes note which rows were changed if that is of use."""
-        if self._written is None:
+        if self._sole_writer is None:
             return self._servers.ask(op, parts)
-        dense = [(j, table) for j, table in enumerate(tables) if isinstance(table, DenseTable)]
-        with self._writing:
-            for j, table in dense:
-                self._written.begin(table, keys[j])
-            answers = self._servers.ask(op, parts)
-            for answer, here in zip(answers, places, strict=True):
-                for j, table in dense:
-                    self._written.end(table, keys[j][here[j]], version_of(answer))
-        return answers
-
-    def _refresh_by_itself(
-        self, table: Table, held: Rows, runs: Sequence[Run], here: Sequence[Place]
-    ) -> tuple[int, bool]:
-        """Brings rows up to date as far as can be without a server.
-
-        Returns:
-            How many were, and whether all rows are up to date now.
-        """
-        if self._written is None or isinstance(table, DynamicTable):
-            return 0, False
-        written = self._written.versions(table, held.keys)
-        changed = int((written > held.versions).sum())
-        self._ahead.use(table.name, held)
-        left = int((written > held.versions).sum()) if changed else 0
-        restarted = any(
-            run.epoch and bool((held.versions[place] < first_of(run.epoch)).any())
-            for run, place in zip(runs, here, strict=True)
-        )
-        return changed - left, not left and not restarted
+        return self._sole_writer.change(lambda: self._servers.ask(op, parts), tables, keys, places)
 
 
 def _float(values: torch.Tensor) -> torch.Tensor:
