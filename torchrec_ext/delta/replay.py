@@ -295,7 +295,9 @@ def _wanted(history: _TableHistory, winners: NDArray[np.int64]) -> Iterator[_Wan
         ]
 
 
-def _read(wanted: _Wanted, dim: int) -> Iterator[tuple[_Group, NDArray[np.integer[Any]], NDArray[np.float32]]]:
+def _read(
+    wanted: _Wanted, dim: int
+) -> Iterator[tuple[_Group, NDArray[np.integer[Any]], NDArray[np.float32]]]:
     """Some rows of a row group at a time: which of the positions asked for are among them, their vectors."""
     part = wanted[0][0].file
     # What is decoded, and copied from, stays in the cache, and in memory that was used before.
