@@ -492,6 +492,16 @@ def _state_loaded_under_the_dumper() -> None:
         session.check()
         session.model.load_state_dict(whole)
         assert ("upsert", 20) in session.check()["mc.t0"]
+        # Weights alone, in all ways that there are to load them.
+        collection = session.model.module.mc._embedding_module
+        for module in (session.model, session.model.module.mc, collection):
+            state = {key: one for key, one in module.state_dict().items() if key.endswith(".weight")}
+            assert state
+            for one in state.values():
+                for shard in one.local_shards():
+                    shard.tensor.mul_(0.5)
+            module.load_state_dict(state, strict=False)
+            session.check()
         # Weights written by other means have to be marked.
         session.dumper.mark("mc.t0")
         session.model.module.mc._embedding_module.embedding_bags.t0.weight.data.add_(1.0)

@@ -253,8 +253,7 @@ def _interrupted_at(
 def test_wherever_a_dump_is_interrupted_nothing_is_lost_and_no_memory_is_given_back_twice(
     max_pending_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (buffers, cutter):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 64)  # four vectors: in pieces, there are several
+    monkeypatch.setattr(buffers, "CHUNK_BYTES", 64)  # four vectors: in pieces, there are several
     whole = _interrupted_at(None, 0, tmp_path / "whole", max_pending_bytes)
     missed = 0
     for number, line in enumerate(whole):

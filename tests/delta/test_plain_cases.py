@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    EmbeddingLocation,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ShardingEnv2D
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from tests.support import models
 from tests.support.faults import full_disk
@@ -35,6 +49,7 @@ from tests.support.plain_models import (
 from tests.support.plain_schedules import Session, local_shards
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog
+from torchrec_ext.delta.buffers import CHUNK_BYTES
 from torchrec_ext.errors import CorruptTableError, UnsupportedTableError
 from torchrec_ext.plain import find_plain_tables
 from torchrec_ext.plain.layout import Shard, bands_of
@@ -136,6 +151,20 @@ def test_features_with_different_numbers_of_bags() -> None:
     run_on(2, _variable_batches)
 
 
+def _no_bags(changes: dict[str, Any]) -> None:
+    with Session(one_table(features=("f0", "f1"), **changes)) as session:
+        session.check()
+        session.train({"f0": [], "f1": []})
+        assert session.check() == {}
+        session.train({"f0": [[1]], "f1": [[2]]})
+        assert session.check() == {"ebc.t0": [1, 2]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sharding": "table_wise"}, {"sharding": "column_wise"}])
+def test_a_batch_without_bags_trains_nothing(changes: dict[str, Any]) -> None:
+    run_on(2, _no_bags, changes)
+
+
 def _ids_out_of_their_table() -> None:
     with Session(one_table(rows=5, sharding="table_wise")) as session:
         session.check()
@@ -226,6 +255,72 @@ def test_a_mark_on_one_rank_dumps_whole_vectors() -> None:
     run_on(2, _marked_on_one_rank)
 
 
+def _bags_of_all_modes() -> None:
+    with Session(one_table(), attach=False) as session:
+        for mode, dtype in itertools.product(("sum", "mean", "max"), (torch.float32, torch.float16)):
+            bag = nn.EmbeddingBag(4, 3, mode=mode, dtype=dtype)
+            with torch.no_grad():
+                bag.weight[1], bag.weight[2] = 0.0, -0.0
+            directory = f"{session.directory}/{mode}-{dtype}"
+            with DeltaDumper(nn.ModuleDict({"bag": bag}), directory, interval_steps=1) as dumper:
+                dumper.step(1)
+            expected = bag(torch.arange(4)[:, None]).float().detach().numpy()
+            replayed = DeltaLog(directory).replay()["bag"].lookup(range(4))
+            assert replayed.tobytes() == expected.tobytes(), (mode, dtype)
+
+
+def test_bags_of_all_modes_answer_the_sign_of_zero_too() -> None:
+    run_on(1, _bags_of_all_modes)
+
+
+def _negative_zeros(sequence: bool, kernel: str, sharding: str) -> None:
+    sharded = {"sharding": sharding, **SHARDINGS[sharding]}
+    for dtype in ("FP32", "FP16"):
+        with Session(one_table(sequence=sequence, kernel=kernel, dtype=dtype, **sharded)) as session:
+            for first_row, weight in session.weights("ebc", "t0"):
+                if not first_row:
+                    weight[:2] = -0.0
+            session.check()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "sharding"),
+    [
+        ("fused", "row_wise"),
+        ("fused", "column_wise"),
+        ("dense", "table_wise"),
+        ("dense", "column_wise"),
+        ("dense", "data_parallel"),
+    ],
+)
+def test_the_sign_of_zero_is_the_models(sequence: bool, kernel: str, sharding: str) -> None:
+    run_on(2, _negative_zeros, sequence, kernel, sharding)
+
+
+def _very_long_vectors(dim: int, options: dict[str, Any]) -> None:
+    bag = nn.EmbeddingBag(3, dim, mode="sum")
+    with Session(one_table(), attach=False) as session:
+        with DeltaDumper(
+            nn.ModuleDict({"bag": bag}), session.directory, interval_steps=1, **options
+        ) as dumper:
+            dumper.step(1)
+            with torch.no_grad():
+                bag.weight[1] = 0.5
+            dumper.step(2)
+        assert session.log.read(2)["key_id"].to_pylist() == [1]
+        replayed = session.log.replay()["bag"].lookup(range(3))
+        assert np.array_equal(replayed, bag.weight.detach().numpy())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_pending_bytes": 1}])
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_vector_may_be_longer_than_a_piece_of_the_memory_for_vectors(
+    longer: int, options: dict[str, Any]
+) -> None:
+    run_on(1, _very_long_vectors, CHUNK_BYTES // 4 + longer, options)
+
+
 def _unsharded() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -285,6 +380,93 @@ def test_tables_of_managed_collision_modules_are_not_found() -> None:
     assert run_on(1, _found_once) == [["ebc.t0"]]
 
 
+def _wrapped(kind: str) -> None:
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=[f"f{name}"], num_embeddings=11, embedding_dim=8)
+        for name in ("t0", "t1")
+    ]
+    collection: nn.Module
+    if kind == "fused":
+        collection = FusedEmbeddingBagCollection(tables, torch.optim.SGD, {"lr": 0.1})
+        sharder: Any = FusedEmbeddingBagCollectionSharder()
+    else:
+        weighted = EmbeddingBagCollection(tables=tables, is_weighted=True)
+        positions = PositionWeightedModuleCollection({"ft0": 5, "ft1": 5})
+        collection = FeatureProcessedEmbeddingBagCollection(weighted, positions)
+        sharder = FeatureProcessedEmbeddingBagCollectionSharder(
+            EmbeddingBagCollectionSharder({"learning_rate": 0.1})
+        )
+    params = {
+        "t0": sharding_of(one_table(), "ebc", "t0", 2),
+        "t1": sharding_of(one_table(sharding="column_wise", ranks=(1, 0)), "ebc", "t0", 2),
+    }
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    module = sharder.shard(collection, params, env, torch.device("cpu"))
+    inner = module if kind == "fused" else module._embedding_bag_collection
+
+    def batch(ids: list[int]) -> KeyedJaggedTensor:
+        values, lengths = torch.tensor(ids * 2), torch.ones(2 * len(ids), dtype=torch.int64)
+        return KeyedJaggedTensor(["ft0", "ft1"], values, torch.ones(len(values)), lengths)
+
+    with Session(one_table(), attach=False) as session:
+        with DeltaDumper(nn.ModuleDict({"m": module}), session.directory, interval_steps=1) as dumper:
+            names = dumper.tables
+            dumper.step(1)
+            (module(batch([dist.get_rank() + 3])).wait().values() ** 2).sum().backward()
+            dumper.step(2)
+        changed = session.log.read(2)
+        state = session.log.replay()
+        with torch.no_grad():
+            answered = inner(batch(list(range(11)))).wait()
+        for name in names:
+            keys = changed.filter(pc.field("table_fqn") == name)["key_id"].to_pylist()
+            assert sorted(keys) == [3, 4]
+            expected = answered["f" + name[-2:]].detach().numpy()
+            assert state[name].lookup(range(11)).tobytes() == expected.tobytes()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["fused", "feature processed"])
+def test_collections_in_other_modules_answer_as_the_collection_does(kind: str) -> None:
+    run_on(2, _wrapped, kind)
+
+
+def _unknown_modules() -> str:
+    table = EmbeddingBagConfig(name="t0", feature_names=["f0"], num_embeddings=4, embedding_dim=4)
+    spec = one_table(sharding="table_wise")
+    model = nn.ModuleDict(
+        {
+            "fused": FusedEmbeddingBagCollection([table], torch.optim.SGD, {"lr": 0.1}),
+            "tbe": SplitTableBatchedEmbeddingBagsCodegen([(4, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]),
+            "bag": EmbeddingBagSharder({}).shard(
+                nn.EmbeddingBag(11, 8, mode="sum"),
+                {"weight": sharding_of(one_table(), "ebc", "t0", 1)},
+                ShardingEnv.from_process_group(dist.group.WORLD),
+                torch.device("cpu"),
+            ),
+        }
+    )
+    refusal = _refusal_of(model)
+    model["known"] = build_unsharded(spec).ebc
+    with Session(spec, attach=False) as session:
+        with DeltaDumper(model, session.directory, interval_steps=1) as dumper:
+            assert dumper.tables == ("known.t0",)
+        with pytest.raises(UnsupportedTableError, match="tbe: a Split"):
+            DeltaDumper(model, session.directory, interval_steps=1, tables=["tbe", "known.*"])
+    return refusal
+
+
+def test_modules_that_are_not_looked_into_are_refused_by_name() -> None:
+    (found,) = run_on(1, _unknown_modules)
+    kinds = {
+        "fused": "FusedEmbeddingBagCollection",
+        "tbe": "SplitTableBatchedEmbeddingBagsCodegen",
+        "bag": "ShardedEmbeddingBag",
+    }
+    for name, kind in kinds.items():
+        assert f"{name}: a {kind} is not looked into; use an EmbeddingBagCollection or Emb" in found
+
+
 def _refusal_of(model: nn.Module) -> str:
     with pytest.raises(UnsupportedTableError) as caught:
         DeltaDumper(model, "nowhere", interval_steps=1)
@@ -328,6 +510,17 @@ def test_unsharded_tables_that_cannot_be_followed_are_refused_with_the_reason() 
             {"fused_params": {"output_dtype": SparseType.FP16}, "divided": True},
             "MEAN pooling of rounded outputs",
         ),
+        *(
+            (
+                {
+                    "kernel": EmbeddingComputeKernel.FUSED_UVM_CACHING,
+                    "data_type": DataType.FP16,
+                    "fused_params": {"cache_precision": precision},
+                },
+                "its rows are FP16 and FP32 in the cache, .*leave the cache's precision out",
+            )
+            for precision in (DataType.FP32, SparseType.FP32)
+        ),
         (
             {"fused_params": {"weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL}},
             "use another weight_decay_mode",
@@ -343,6 +536,11 @@ def test_sharded_tables_that_cannot_be_followed_are_refused(changes: dict[str, A
         "divided": False,
     }
     assert why_unsupported(**usual) is None
+    cached = {
+        "kernel": EmbeddingComputeKernel.FUSED_UVM_CACHING,
+        "fused_params": {"cache_precision": DataType.FP32},
+    }
+    assert why_unsupported(**{**usual, **cached}) is None
     found = why_unsupported(**{**usual, **changes})
     assert found is not None
     assert re.search(reason, found)
@@ -460,6 +658,38 @@ SPLIT = Spec(
         )
     }
 )
+
+
+@contextlib.contextmanager
+def _other_defaults(dtype: torch.dtype) -> Iterator[None]:
+    """As of a script that has set them; "meta" stands for a device that is not the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _with_other_defaults(dtype: torch.dtype) -> None:
+    with Session(SPLIT, attach=False) as session:
+        for step in (1, 2):
+            with _other_defaults(dtype):
+                dumper = DeltaDumper(session.model, session.directory, interval_steps=1)
+                if step == 2:
+                    dumper.resume(1)
+            session.train([step, 7])
+            with _other_defaults(dtype):
+                dumper.step(step)
+                dumper.close()
+        assert sorted(set(session.log.read(2)["key_id"].to_pylist())) == [2, 7]
+        session.compare()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_torch_do_not_matter(dtype: torch.dtype) -> None:
+    run_on(2, _with_other_defaults, dtype)
 
 
 def _failing(how: str) -> None:

@@ -11,7 +11,7 @@ CHUNK_BYTES = 4 << 20
 
 
 class BufferPool:
-    """Hands out host chunks of ``CHUNK_BYTES`` and takes them back.
+    """Hands out host chunks, of ``CHUNK_BYTES`` where vectors are not very long, and takes them back.
 
     Writing into fresh pages costs several times what writing into used ones does, so chunks are kept;
     for CUDA models they are pinned.
@@ -19,10 +19,12 @@ class BufferPool:
     Args:
         max_bytes: what may be handed out at a time; a request beyond it waits for chunks to come back.
         pin_memory: whether chunks are page-locked.
+        row_bytes: of the longest vector; a chunk holds two of them at least.
     """
 
-    def __init__(self, max_bytes: int, *, pin_memory: bool) -> None:
-        self.max_chunks = max(1, max_bytes // CHUNK_BYTES)
+    def __init__(self, max_bytes: int, *, pin_memory: bool, row_bytes: int = 0) -> None:
+        self.chunk_bytes = max(CHUNK_BYTES, 2 * row_bytes)
+        self.max_chunks = max(1, max_bytes // self.chunk_bytes)
         self._pin_memory = pin_memory
         self._free: list[torch.Tensor] = []
         self._handed_out: set[torch.Tensor] = set()
@@ -34,13 +36,15 @@ class BufferPool:
         return len(self._handed_out)
 
     def acquire(self, chunks: list[torch.Tensor]) -> None:
-        """Appends a chunk, float32 ``[CHUNK_BYTES / 4]``; waits while too many are handed out."""
+        """Appends a chunk, float32 ``[chunk_bytes / 4]``; waits while too many are handed out."""
         with self._returned:
             self._returned.wait_for(lambda: len(self._handed_out) < self.max_chunks)
             if self._free:
                 chunk = self._free.pop()
             else:
-                chunk = torch.empty(CHUNK_BYTES // 4, dtype=torch.float32, pin_memory=self._pin_memory)
+                chunk = torch.empty(
+                    self.chunk_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=self._pin_memory
+                )
             # A Ctrl-C may come in between: what counts as handed out, and nobody has, would never come back.
             chunks.append(chunk)
             self._handed_out.add(chunk)

@@ -151,7 +151,7 @@ class ColumnJoiner:
                 requests.append(dist.isend(leaving, self._ranks[peer], self.group))
             if count:
                 width = sum(shard.num_columns for shard in band.shards_of(peer))
-                arriving.append((peer, torch.empty(count, width)))
+                arriving.append((peer, torch.empty(count, width, dtype=torch.float32, device="cpu")))
                 requests.append(dist.irecv(arriving[-1][1], self._ranks[peer], self.group))
         for request in requests:
             request.wait()  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrec_ext.delta.buffers import CHUNK_BYTES, Arena, BufferPool
+from torchrec_ext.delta.buffers import Arena, BufferPool
 from torchrec_ext.delta.columns import ColumnJoiner
 from torchrec_ext.delta.cut import Cut, DumpResult, PieceStream
 from torchrec_ext.delta.following import Followers
@@ -160,7 +160,7 @@ class Cutter:
             self._writer.submit(cut)
             for name, diff in diffs.items():
                 tracker = self._trackers[name]
-                rows = CHUNK_BYTES // (4 * tracker.table.dim)
+                rows = self._pool.chunk_bytes // (4 * tracker.table.dim)
                 for start in range(0, max(1, len(diff.upsert_keys)), rows):
                     arena = Arena(self._pool)
                     try:
@@ -186,5 +186,6 @@ class Cutter:
 
     def _chunks_needed(self, diffs: Diffs) -> int:
         # A chunk's end stays unused where a vector does not fit any more.
-        usable = CHUNK_BYTES - 4 * max((tracker.table.dim for tracker in self._trackers.values()), default=0)
+        longest = max((tracker.table.dim for tracker in self._trackers.values()), default=0)
+        usable = self._pool.chunk_bytes - 4 * longest
         return -(-self._vector_bytes(diffs) // usable)

@@ -128,6 +128,7 @@ class DeltaDumper:
             trackers = trackers_of(parts, opened.held, group, publish_all, stored)
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
+                row_bytes=4 * max(table.dim for table in found),
                 pin_memory=any(rows.device.type == "cuda" for held in self._rows.values() for rows in held),
             )
             infos = {table.fqn: describe(table, stored) for table in found}
@@ -291,9 +292,9 @@ class DeltaDumper:
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
         Neither ``load_state_dict`` nor a store's own methods need it, nor other in-place writes to weights
-        of tables without managed collision, unless they are written by way of ``.data`` or of the DTensors
-        of a state dict; what is written to a store's weights directly may be told to ``LocalStore.touch``
-        as well.
+        of tables without managed collision, unless they are written by way of ``.data``, NumPy, a collective
+        or the DTensors of a state dict; what is written to a store's weights directly may be told to
+        ``LocalStore.touch`` as well.
 
         Args:
             table: the table's FQN.

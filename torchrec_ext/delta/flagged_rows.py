@@ -32,16 +32,16 @@ class FlaggedRows:
         """See ``RowSource``."""
         return self._touched.device
 
-    def touch(self, rows: torch.Tensor) -> None:
-        """Flags local rows, int64 on the table's device."""
-        self._touched.index_fill_(0, rows, True)
-
-    def mark(self, rows: torch.Tensor | None) -> None:
-        """See ``RowSource``."""
+    def touch(self, rows: torch.Tensor | None) -> None:
+        """Flags local rows, int64 on the table's device; None: all."""
         if rows is None:
             self._touched.fill_(True)
         else:
-            self.touch(checked_rows(self._table, rows).to(self.device))
+            self._touched.index_fill_(0, rows, True)
+
+    def mark(self, rows: torch.Tensor | None) -> None:
+        """See ``RowSource``."""
+        self.touch(None if rows is None else checked_rows(self._table, rows).to(self.device))
 
     def at_rest(self) -> AbstractContextManager[None]:
         """See ``RowSource``."""

@@ -97,6 +97,7 @@ class _Group:
     Attributes:
         keys: of the rows that were taken in.
         upsert: whether they are upserts.
+        num_vectors: of all its rows.
         storage_dtype: how its vectors are stored.
         vectors: which of the group's vectors is theirs, as far as they have one; None: to be counted.
     """
@@ -105,6 +106,7 @@ class _Group:
     index: int
     keys: NDArray[np.int64]
     upsert: NDArray[np.bool_]
+    num_vectors: int
     storage_dtype: StorageDtype
     vectors: NDArray[np.int32] | None = None
 
@@ -170,11 +172,11 @@ class Replay:
             if fqn not in dump.tables:
                 raise DeltaLogError(f"{part}: rows of {fqn}, which its manifest does not list")
             keys, upsert = fmt.read_keys(file, index)
-            group = _Group(part, index, keys, upsert, stored)
+            num_vectors, vectors = int(np.count_nonzero(upsert)), None
             if self._keep is not None:
                 kept = np.flatnonzero(self._keep(fqn, keys))
-                group = _Group(part, index, keys[kept], upsert[kept], stored, _nth_vector(upsert)[kept])
-            yield fqn, group
+                keys, vectors, upsert = keys[kept], _nth_vector(upsert)[kept], upsert[kept]
+            yield fqn, _Group(part, index, keys, upsert, num_vectors, stored, vectors)
 
     def states(
         self, dump: Manifest, fallbacks: pa.Table, hash_fns: Mapping[str, HashFunction]
@@ -317,6 +319,10 @@ def _read(
                     if last > taken:
                         yield group, which[taken:last], found[asked[taken:last] - begin]
                     begin, taken = begin + len(found), last
+                if begin != group.num_vectors:
+                    raise ValueError(
+                        f"row group {group.index} has {group.num_vectors} upserts and {begin} vectors"
+                    )
     except MissingFileError as error:
         raise gone(part) from error
     except ValueError as error:

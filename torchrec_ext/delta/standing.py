@@ -79,7 +79,7 @@ class Standing:
             here = places[start : start + chunk]
             rows = torch.from_numpy(here).to(self.rows.device)
             with self._source.at_rest():
-                matrix = torch.empty(len(here), self._table.dim)
+                matrix = torch.empty(len(here), self._table.dim, dtype=torch.float32, device="cpu")
                 copy_rows(self._source.weights(), self.rows.index_select(0, rows), matrix)
             self._table.as_answered_(matrix)
             logged = np.ascontiguousarray(vectors[found[start : start + chunk]][:, self._table.columns])

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torchrec_ext.delta.flagged_rows import FlaggedRows
 from torchrec_ext.delta.probed_rows import ProbedRows
 from torchrec_ext.delta.tracked import flagged
-from torchrec_ext.zch import NO_ID, RowBinding, ZchTable, ZchWatch
+from torchrec_ext.zch import NO_ID, RowBinding, ZchTable, ZchWatch, internals
 
 
 class ZchFollower:
@@ -22,6 +22,9 @@ class ZchFollower:
     def __init__(self, table: ZchTable) -> None:
         self._rows: dict[str, ZchRows | ProbedRows] = {}
         self._watch = ZchWatch.attach(table.module, self)
+        # PyTorch's count of writes to the weights does not help: evictions reset rows by such writes.
+        collection = internals.inner_collection(table.module)
+        self._loading = collection.register_load_state_dict_post_hook(self._weights_loaded)
 
     def rows_of(self, table: ZchTable) -> ZchRows | ProbedRows:
         """The rows of a table of the module."""
@@ -40,11 +43,16 @@ class ZchFollower:
     def detach(self) -> None:
         """See ``Follower``."""
         self._watch.detach(self)
+        self._loading.remove()
 
     def rows_touched(self, table: str, rows: torch.Tensor) -> None:
         """What the watch reports; see ``ZchListener``."""
         if table in self._rows:
             self._rows[table].touch(rows)
+
+    def _weights_loaded(self, _collection: object, _incompatible: object) -> None:
+        for rows in self._rows.values():
+            rows.touch(None)
 
 
 class ZchRows(FlaggedRows):

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding_tower_sharding import (
@@ -20,8 +24,10 @@ from torchrec.distributed.itep_embeddingbag import (
     ShardedITEPEmbeddingBagCollection,
     ShardedITEPEmbeddingCollection,
 )
+from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
@@ -29,6 +35,7 @@ from torchrec_ext.plain.holders import KernelHolder, ModuleHolder
 from torchrec_ext.plain.layout import Band, Shard, bands_of, row_blocks
 from torchrec_ext.plain.support import (
     FLOATS,
+    adds_up,
     moves_looked_up_rows_only,
     output_dtype,
     why_unsupported,
@@ -45,6 +52,14 @@ _CLOSED = (
     BaseManagedCollisionEmbeddingCollection,
     ITEPEmbeddingBagCollection,
     ITEPEmbeddingCollection,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    DenseTableBatchedEmbeddingBagsCodegen,
+)
+_MANAGED_COLLISION = (
+    BaseShardedManagedCollisionEmbeddingCollection,
+    BaseManagedCollisionEmbeddingCollection,
 )
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag)
 
@@ -85,6 +100,8 @@ def _tables_of(module: nn.Module, path: str) -> Iterator[PlainTable]:
             yield _of_unsharded(f"{path}.{config.name}", module.embeddings[config.name], config)
     elif isinstance(module, nn.EmbeddingBag):
         yield _of_unsharded(path or "weight", module, None)
+    elif not isinstance(module, _MANAGED_COLLISION):
+        yield _unknown(path, module)
 
 
 def _inner(module: nn.Module, path: str) -> tuple[internals.PlainModule, str]:
@@ -141,7 +158,7 @@ def _of_sharded(module: internals.PlainModule, path: str, reason: str | None) ->
             num_ranks=num_ranks,
             bands=bands or (),
             local=tuple(sorted(local, key=lambda found: found.shard)),
-            pooled=pooled,
+            pooled=adds_up(kernel, device, pooled=pooled),
             divided=divided,
             output_dtype=torch.float32 if why else output_dtype(kernel, fused_params, device),
             by_lookup=moves_looked_up_rows_only(kernel, fused_params),
@@ -172,11 +189,33 @@ def _of_unsharded(
         num_ranks=1,
         bands=bands,
         local=(LocalShard(band.shards[0], ModuleHolder(module), 0, slice(None)),),
-        pooled=isinstance(module, nn.EmbeddingBag),
+        pooled=isinstance(module, nn.EmbeddingBag) and module.mode != "max",  # which adds nothing up
         divided=False,
         output_dtype=torch.float32 if config else module.weight.dtype,
         by_lookup=False,
         unsupported=_why_unsharded_unsupported(module),
+    )
+
+
+def _unknown(path: str, module: nn.Module) -> PlainTable:
+    """Stands for the tables of a module that nobody here looks into."""
+    kind = type(module).__name__
+    return PlainTable(
+        fqn=path or kind,
+        module=module,
+        features=(),
+        num_embeddings=0,
+        dim=0,
+        dtype=torch.float32,
+        shard=0,
+        num_ranks=1,
+        bands=(),
+        local=(),
+        pooled=False,
+        divided=False,
+        output_dtype=torch.float32,
+        by_lookup=False,
+        unsupported=f"a {kind} is not looked into; use an EmbeddingBagCollection or EmbeddingCollection",
     )
 
 

@@ -60,4 +60,6 @@ def counts_of(features: KeyedJaggedTensor) -> torch.Tensor:
     if features.variable_stride_per_key():
         ends = list(itertools.accumulate(features.stride_per_key(), initial=0))
         return offsets[torch.tensor(ends, device=offsets.device)].diff()
-    return offsets[:: max(1, features.stride())].diff()
+    if not features.stride():
+        return offsets.new_zeros(len(features.keys()))  # a batch without bags
+    return offsets[:: features.stride()].diff()

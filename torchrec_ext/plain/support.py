@@ -48,6 +48,11 @@ def output_dtype(
     return dtype.as_dtype()
 
 
+def adds_up(kernel: EmbeddingComputeKernel, device: torch.device, *, pooled: bool) -> bool:
+    """Whether a kernel adds rows up, if only one to zeros: a sequence's are copied."""
+    return pooled or (kernel is EmbeddingComputeKernel.DENSE and device.type == "cpu")
+
+
 def why_unsupported(
     kernel: EmbeddingComputeKernel,
     data_type: DataType,
@@ -72,6 +77,12 @@ def why_unsupported(
         )
     if data_type not in FLOATS:
         return f"its rows are {data_type.value}; use FP32, FP16 or BF16"
+    cached = getattr(fused_params.get("cache_precision"), "name", data_type.name)
+    if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING and cached != data_type.name:
+        return (
+            f"its rows are {data_type.name} and {cached} in the cache, so that answers change when a row "
+            "enters or leaves it, without a write; leave the cache's precision out"
+        )
     output = output_dtype(kernel, fused_params, device)
     if output not in FLOATS.values():
         return "it answers with quantised vectors; leave output_dtype at FP32, or use FP16 or BF16"

@@ -47,7 +47,7 @@ class PlainTable:
         num_ranks: the ranks that it is dealt out to.
         bands: how it is cut; of a replicated table: who dumps which rows.
         local: this rank's shards.
-        pooled: whether lookups are pooled into bags.
+        pooled: whether a lookup adds up a bag's rows.
         divided: whether pooled vectors are divided by the bag's length (MEAN pooling of sharded rows).
         output_dtype: the dtype to which the model rounds its answers.
         by_lookup: whether training moves no rows but those that a gradient reached.

@@ -143,7 +143,7 @@ def answered_(vectors: torch.Tensor, *, pooled: bool, output_dtype: torch.dtype,
 
 # TorchRec divides by the bag's length and 1e-6, in every table of a collection that has one with MEAN
 # pooling (torchrec.distributed.embeddingbag._create_mean_pooling_divisor).
-_LENGTH_OF_ONE = torch.ones(()) + 1e-6
+_LENGTH_OF_ONE = torch.ones((), dtype=torch.float32, device="cpu") + 1e-6
 
 
 def find_zch_tables(model: nn.Module) -> list[ZchTable]:

@@ -233,9 +233,14 @@ def pools(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
     return bool(_private(module, "bagged"))
 
 
+def inner_collection(module: BaseShardedManagedCollisionEmbeddingCollection) -> nn.Module:
+    """The sharded collection that holds the tables."""
+    return _private(module, "_embedding_module")
+
+
 def divides_by_length(module: BaseShardedManagedCollisionEmbeddingCollection) -> bool:
     """Whether the pooled output is divided by bag lengths, as it is if any table pools by MEAN."""
-    return pools(module) and collection_divides_by_length(_private(module, "_embedding_module"))
+    return pools(module) and collection_divides_by_length(inner_collection(module))
 
 
 def collection_divides_by_length(module: ShardedEmbeddingBagCollection) -> bool:
