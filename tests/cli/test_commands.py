@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -299,3 +300,16 @@ def test_module_runs_as_the_command_does() -> None:
         [sys.executable, "-m", "torchrec_ext.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("torchrec-ext, version") and isinstance(main, click.Group)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_heard_while_the_main_thread_has_the_lock_of_the_event(number: signal.Signals) -> None:
+    code = f"""
+import signal
+from torchrec_ext.cli.output import set_by_signals
+stop = set_by_signals()
+with stop._cond:  # as it is for a moment in each call of stop.wait
+    signal.raise_signal({int(number)})
+assert stop.wait(60)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

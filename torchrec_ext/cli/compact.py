@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from torchrec_ext.cli.output import (
-    counted,
     directory_argument,
     json_option,
     plain,
@@ -15,6 +14,7 @@ from torchrec_ext.cli.output import (
     upto_option,
     user_errors,
 )
+from torchrec_ext.terminal import counted
 
 _EXAMPLES = """\b
 Examples:

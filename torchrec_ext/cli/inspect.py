@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from torchrec_ext.cli.output import (
-    counted,
     directory_argument,
     duration,
     json_option,
@@ -19,7 +18,7 @@ from torchrec_ext.cli.output import (
     table,
     user_errors,
 )
-from torchrec_ext.terminal import printable
+from torchrec_ext.terminal import counted, printable
 
 if TYPE_CHECKING:
     from rich.table import Table

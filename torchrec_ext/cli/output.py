@@ -7,7 +7,9 @@ import dataclasses
 import json
 import logging
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,6 +86,15 @@ def new_file(path: Path, *, replace: bool = False) -> None:
         raise UserError(f"{path} is there already: remove it, or name another file")
     if not path.absolute().parent.is_dir():
         raise UserError(f"{path.parent} is not a directory: make it first")
+
+
+def set_by_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set, instead of ending the process."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # On a thread: a handler runs on the main one, which may hold the event's lock at that moment.
+        signal.signal(number, lambda *_: threading.Thread(target=stop.set).start())
+    return stop
 
 
 def log_to_stderr(level: int) -> None:
@@ -164,11 +175,6 @@ def print_lines(lines: Iterable[Table | str]) -> None:
             console.print(printable(line, keep=_LAYOUT), soft_wrap=True)
         else:
             console.print(line)
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, as people write it: ``1 dump``, ``1,200 dumps``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def size(nbytes: float) -> str:

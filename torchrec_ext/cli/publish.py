@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import threading
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchrec_ext.cli.output import UserError, directory_argument, progress, user_errors
+from torchrec_ext.cli.output import UserError, directory_argument, progress, set_by_signals, user_errors
 from torchrec_ext.urls import without_credentials
 
 if TYPE_CHECKING:
@@ -74,9 +72,7 @@ def command(
     from torchrec_ext.publish import publish
 
     logging.getLogger().setLevel(logging.INFO)  # it runs for long, and tells what it does
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())  # finishes the dump at hand
+    stop = set_by_signals()  # finishes the dump at hand
 
     def told(done: Published) -> None:
         if as_json:

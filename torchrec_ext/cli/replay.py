@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from torchrec_ext.cli.output import (
-    counted,
     directory_argument,
     json_option,
     new_file,
@@ -17,7 +16,7 @@ from torchrec_ext.cli.output import (
     upto_option,
     user_errors,
 )
-from torchrec_ext.terminal import printable
+from torchrec_ext.terminal import counted, printable
 
 _EXAMPLES = """\b
 Examples:

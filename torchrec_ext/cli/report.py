@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from torchrec_ext.cli.output import (
-    counted,
     directory_argument,
     json_option,
     new_file,
@@ -16,6 +15,7 @@ from torchrec_ext.cli.output import (
     size,
     user_errors,
 )
+from torchrec_ext.terminal import counted
 
 _EXAMPLES = """\b
 Examples:

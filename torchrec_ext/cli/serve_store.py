@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 from pathlib import Path
 
 import click
 
-from torchrec_ext.cli.output import UserError, user_errors
+from torchrec_ext.cli.output import UserError, set_by_signals, user_errors
 
 _EXAMPLES = """\b
 Examples:
@@ -55,9 +53,7 @@ def command(
         raise UserError(f"a store needs {error.name}, which is not installed: pip install torch") from error
 
     logging.getLogger().setLevel(logging.INFO)  # it runs for long, and tells what it does
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = set_by_signals()
     with user_errors():
         if (tls_cert is None) != (tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together")

@@ -7,7 +7,6 @@ import re
 import click
 
 from torchrec_ext.cli.output import (
-    counted,
     directory_argument,
     json_option,
     print_json,
@@ -15,6 +14,7 @@ from torchrec_ext.cli.output import (
     size,
     user_errors,
 )
+from torchrec_ext.terminal import counted
 
 _EXAMPLES = """\b
 Examples:

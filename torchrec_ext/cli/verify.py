@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from torchrec_ext.cli.output import (
-    counted,
     directory_argument,
     json_option,
     plain,
@@ -14,7 +13,7 @@ from torchrec_ext.cli.output import (
     size,
     user_errors,
 )
-from torchrec_ext.terminal import printable
+from torchrec_ext.terminal import counted, printable
 
 _EXAMPLES = """\b
 Examples:

@@ -128,7 +128,7 @@ class DeltaDumper:
             trackers = trackers_of(parts, opened.held, group, publish_all, stored)
             pool = BufferPool(
                 max_pending_bytes or DEFAULT_MAX_PENDING_BYTES,
-                row_bytes=4 * max(table.dim for table in found),
+                row_bytes=4 * max((table.dim for table in found), default=0),
                 pin_memory=any(rows.device.type == "cuda" for held in self._rows.values() for rows in held),
             )
             infos = {table.fqn: describe(table, stored) for table in found}

@@ -24,6 +24,7 @@ from torchrec_ext.report.content import (
     read_publications,
     tables_of,
 )
+from torchrec_ext.terminal import counted
 
 DUMPS_SHOWN = 500
 
@@ -100,7 +101,7 @@ def _page(
     return Template(read["page.html"]).substitute(
         title=html.escape(PurePosixPath(where).name),
         directory=html.escape(where),
-        dumps=_count(len(figures.dumps), "dump"),
+        dumps=counted(len(figures.dumps), "dump"),
         steps=f"step {first.dump.step:,} to {newest.dump.step:,}",
         begun=_moment(first.created_unix),
         ended=_moment(newest.committed_unix),
@@ -133,7 +134,7 @@ def _notes(figures: LogFigures, last: int) -> list[str]:
     if len(figures.dumps) > last:
         notes.append(f"The plots show the newest {last:,} dumps.")
     if figures.superseded:
-        notes.append(f"Left out: {_count(figures.superseded, 'dump')} that a restart made void.")
+        notes.append(f"Left out: {counted(figures.superseded, 'dump')} that a restart made void.")
     notes.append(
         "A delete is an eviction if the id owned a row at the dump before. How far rows moved is the L2 norm "
         f"of the difference, of at most {SAMPLED_KEYS:,} ids of a table, always the same ones."
@@ -148,10 +149,6 @@ def _in_script(text: str) -> str:
 
 def _moment(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _replace(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from torchrec_ext.terminal import printable
+from torchrec_ext.terminal import counted, printable
 
 Kind = Literal[
     "non_finite",
@@ -67,8 +67,8 @@ class Finding:
     key: str = ""
 
     def __str__(self) -> str:
-        counted = _counted(self.count, "key" if self.kind.endswith("_keys") else "value")
-        what = self.message or f"{counted} {_EXPLAINED.get(self.kind, self.kind)}"
+        number = counted(self.count, "key" if self.kind.endswith("_keys") else "value")
+        what = self.message or f"{number} {_EXPLAINED.get(self.kind, self.kind)}"
         where = ""
         if self.rows:
             named = [str(row) for row in self.rows]
@@ -157,8 +157,8 @@ class AuditReport:
         checked = "checksums compared" if self.checksums else "there are no checksums to compare"
         found = "clean" if self.clean else "nothing audited"
         if self.findings:
-            found = _counted(len(self.findings), "finding")
-        lines.append(f"{found}; {_counted(len(self.slots), 'tensor')}; {checked}")
+            found = counted(len(self.findings), "finding")
+        lines.append(f"{found}; {counted(len(self.slots), 'tensor')}; {checked}")
         return "\n".join(lines)
 
     def several(self) -> frozenset[str]:
@@ -175,10 +175,6 @@ def named(what: object, key: str, several: Iterable[str]) -> str:
 def as_json(content: dict[str, Any]) -> str:
     """A JSON object, of which numbers that JSON does not have are strings."""
     return json.dumps(_finite(content), indent=2, allow_nan=False)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 _HEADINGS = ("table", "slot", "dtype", "rows", "missing", "non-finite", "absurd", "negative", "largest")
