@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ class Diff:
     Attributes:
         moment: when it was taken; see ``RowSource.changed``.
         rows: the local rows that may have changed, int64.
-        owners: the key that owns each of them now, int64; anything for a row without one.
-        owned: whether a key does, bool.
+        rebound: those of ``rows`` that are not owned as they were published; None: all keys are row numbers.
         upsert_rows: those of ``rows`` that a key owns.
         upsert_keys: the keys that own ``upsert_rows``.
         delete_keys: keys that were published and own no row any more.
@@ -37,11 +37,24 @@ class Diff:
 
     moment: int
     rows: torch.Tensor
-    owners: NDArray[np.int64]
-    owned: NDArray[np.bool_]
+    rebound: _Bindings | None
     upsert_rows: torch.Tensor
     upsert_keys: NDArray[np.int64]
     delete_keys: NDArray[np.int64]
+
+
+class _Bindings(NamedTuple):
+    """Which keys own rows.
+
+    Attributes:
+        rows: local rows, int64.
+        owners: the key that owns each, int64; anything for a row without one.
+        owned: whether a key does, bool.
+    """
+
+    rows: torch.Tensor
+    owners: NDArray[np.int64]
+    owned: NDArray[np.bool_]
 
 
 class Tracker:
@@ -83,7 +96,7 @@ class Tracker:
             with rows.at_rest():
                 present, self._moment = rows.changed(None)
                 if self._published is not None:
-                    self._published.put(present, *self._owners(present))
+                    self._published.put(_Bindings(present, *self._owners(present)))
 
     def compare(self) -> Diff:
         """The difference to the last dump that was taken as published.
@@ -96,18 +109,19 @@ class Tracker:
             if len(self._unsaid):
                 rows = torch.cat([rows, self._unsaid]).unique()
             owners, owned = self._owners(rows)
-            left = self._orphans
+            left, rebound = self._orphans, None
             if self._published is not None:
-                left = np.concatenate([self._published.replaced(rows, owners, owned), left])
+                replaced, rebound = self._published.compare(_Bindings(rows, owners, owned))
+                left = np.concatenate([replaced, left])
             if len(left):
                 # A key that left its row may own another one, which changed when it was given it; and an
                 # orphan may own one that goes out with this delta.
                 left = left[~self._rows.holds(left)]
         if owned.all():
-            return Diff(moment, rows, owners, owned, rows, owners, left)
+            return Diff(moment, rows, rebound, rows, owners, left)
         places = np.flatnonzero(owned)
         upsert_rows = rows.index_select(0, torch.from_numpy(places).to(rows.device))
-        return Diff(moment, rows, owners, owned, upsert_rows, owners.take(places), left)
+        return Diff(moment, rows, rebound, upsert_rows, owners.take(places), left)
 
     @torch.no_grad()
     def read(self, diff: Diff, piece: slice, arena: Arena) -> TableDelta:
@@ -179,8 +193,8 @@ class Tracker:
             diff: from ``compare``.
             keep_marks: whether its rows may have changed since it was read.
         """
-        if self._published is not None:
-            self._published.put(diff.rows, diff.owners, diff.owned)
+        if self._published is not None and diff.rebound is not None:
+            self._published.put(diff.rebound)
         if not keep_marks:
             self._rows.settle(diff.rows)
         self._moment = diff.moment
@@ -208,7 +222,7 @@ class Tracker:
         said = standing.said
         if self._published is not None:
             self._published = _PublishedKeys(self.table.num_rows, self._rows.device)
-            self._published.put(standing.rows, standing.owners, said)
+            self._published.put(_Bindings(standing.rows, standing.owners, said))
         unsaid = torch.from_numpy(np.flatnonzero(standing.owned & ~said))
         unsaid = standing.rows.index_select(0, unsaid.to(standing.rows.device))
         self._orphans = difference(held, standing.owners[said])
@@ -323,19 +337,20 @@ class _PublishedKeys:
         self._keys = _zeros(num_rows, np.int64, device)
         self._is_published = _zeros(num_rows, np.bool_, device)
 
-    def replaced(
-        self, rows: torch.Tensor, owners: NDArray[np.int64], owned: NDArray[np.bool_]
-    ) -> NDArray[np.int64]:
-        """The keys under which rows were published, where that is not their owner now."""
-        keys = self._keys.index_select(0, rows).cpu().numpy()
-        left = (keys != owners) | ~owned
-        left &= self._is_published.index_select(0, rows).cpu().numpy()
-        return keys[left]
+    def compare(self, now: _Bindings) -> tuple[NDArray[np.int64], _Bindings]:
+        """The keys under which rows were published that are not theirs now; and what is not as published."""
+        keys = self._keys.index_select(0, now.rows).cpu().numpy()
+        was_owned = self._is_published.index_select(0, now.rows).cpu().numpy()
+        changed = np.flatnonzero((keys != now.owners) | (was_owned != now.owned))
+        rows = now.rows.index_select(0, torch.from_numpy(changed).to(now.rows.device))
+        rebound = _Bindings(rows, now.owners[changed], now.owned[changed])
+        return keys[changed[was_owned[changed]]], rebound
 
-    def put(self, rows: torch.Tensor, owners: NDArray[np.int64], owned: NDArray[np.bool_]) -> None:
+    def put(self, bindings: _Bindings) -> None:
         """Takes rows as published for their owners."""
-        self._keys.index_copy_(0, rows, torch.from_numpy(owners).to(self._keys.device))
-        self._is_published.index_copy_(0, rows, torch.from_numpy(owned).to(self._keys.device))
+        device = self._keys.device
+        self._keys.index_copy_(0, bindings.rows, torch.from_numpy(bindings.owners).to(device))
+        self._is_published.index_copy_(0, bindings.rows, torch.from_numpy(bindings.owned).to(device))
 
 
 def _zeros(size: int, dtype: type[np.generic], device: torch.device) -> torch.Tensor:
