@@ -170,7 +170,7 @@ def _dump_to_a_full_disk(
                 error = _error_of(partial(_dump_and_flush, dumper, step))
                 for full in full_on:
                     assert f"rank {full}: OSError: " in str(error) or "rank 0 could not write" in str(error)
-                assert f"step {step} was not committed" in str(error)
+                assert str(error).startswith(f"{directory}: the dump of step {step} was not committed")
                 assert os.strerror(errno.EFBIG) in str(error)
                 if rank in full_on:
                     assert isinstance(error.__cause__, OSError)

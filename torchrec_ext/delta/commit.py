@@ -220,10 +220,10 @@ class Committer:
         _raise_fenced(dump, votes)
         if any(v.dump != dump for v in votes):
             steps = ", ".join(f"{v.dump.step} on rank {rank}" for rank, v in enumerate(votes))
-            raise _refused(dump, f"All ranks must dump the same steps, but dumped step {steps}")
+            raise self._refused(dump, f"All ranks must dump the same steps, but dumped step {steps}")
         failed = [f"rank {rank}: {v.error}" for rank, v in enumerate(votes) if v.files is None]
         if failed:
-            raise _refused(dump, "; ".join(failed))
+            raise self._refused(dump, "; ".join(failed))
         manifest = None
         error = None
         if self._rank == 0:
@@ -241,8 +241,14 @@ class Committer:
         _raise_fenced(dump, [committed])
         if committed.error is not None:
             why = f"rank 0 could not write {MANIFEST_NAME}: {committed.error}"
-            raise _refused(dump, why, uncertain=committed.uncertain) from error
+            raise self._refused(dump, why, uncertain=committed.uncertain) from error
         return manifest
+
+    def _refused(self, dump: DumpId, why: str, *, uncertain: bool = False) -> DeltaDumpError:
+        what = "may be committed or not, nobody can tell" if uncertain else "was not committed"
+        return DeltaDumpError(
+            f"{self._place}: the dump of step {dump.step} {what}; its rows go out with the next one. {why}"
+        )
 
     def _vote(self, dump: DumpId, files: _RankFiles | None, error: BaseException | None) -> _Vote:
         fenced = None
@@ -312,11 +318,6 @@ class Committer:
         if self._abandoned is not None:
             self._place.prune(self._abandoned)  # unless it is not empty yet: another rank comes after us
             self._abandoned = None
-
-
-def _refused(dump: DumpId, why: str, *, uncertain: bool = False) -> DeltaDumpError:
-    what = "may be committed or not, nobody can tell" if uncertain else "was not committed"
-    return DeltaDumpError(f"the dump of step {dump.step} {what}; its rows go out with the next one. {why}")
 
 
 def _raise_fenced(dump: DumpId, votes: Sequence[_Vote]) -> None:
