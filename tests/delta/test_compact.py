@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from tests.support.filesystems import watched
 from tests.support.logs import TABLES, Event, LogWriter, events, play, zch
+from tests.support.seen import must_see
 from tests.support.workers import start_process
 from torchrec_ext.delta import (
     Compacted,
@@ -129,8 +130,8 @@ def test_answers_stay_the_same_whenever_a_log_is_compacted_and_vacuumed(
 
 
 def test_schedules_showed_what_they_are_for() -> None:
-    assert SEEN["compared"] > 5_000, SEEN
-    assert min(SEEN[name] for name in ("void", "removed", "void removed", "step", "base")) > 0, SEEN
+    must_see(SEEN, ["compared"], more_than=5_000)
+    must_see(SEEN, ["void", "removed", "void removed", "step", "base"])
 
 
 @settings(max_examples=6, deadline=None)

@@ -30,6 +30,7 @@ from tests.support.recstore_schedules import (
     collection,
 )
 from tests.support.schedules import gather_ids, shared_directory
+from tests.support.seen import must_see
 from tests.support.workers import run_on
 from torchrec_ext.delta import DeltaDumper, DeltaLog
 from torchrec_ext.recstore.sharding.sharder import RecStoreEmbeddingBagCollectionSharder
@@ -265,7 +266,7 @@ def test_replay_answers_what_a_sharded_model_answers(where: str, optimizer: str,
     seen: Counter[str] = Counter()
     for counts in run_on(2, _play, 0, optimizer, fused, where):
         seen.update(counts)
-    assert not [event for event in MUST_SEE if not seen[event]], dict(seen)
+    must_see(seen, MUST_SEE)
 
 
 def _continue(directory: str, seed: int) -> None:

@@ -32,6 +32,7 @@ from tests.publish.fidelity import (
 from tests.support.faults import log_of
 from tests.support.logs import IDS, TABLES, Event, LogWriter, events, zch
 from tests.support.redis_servers import RedisServer, needs_redis
+from tests.support.seen import must_see
 from torchrec_ext.delta import DeltaLog
 from torchrec_ext.publish import EmbeddingClient, PublishError, SinkUnavailableError, open_sink, publish
 
@@ -81,7 +82,7 @@ def test_client_answers_what_the_model_answers_after_each_dump(server: RedisServ
             follow_schedule(schedule, Path(directory) / "deltas", url, on_delete)
 
     every_schedule()
-    assert min(SEEN[event] for event in ("compared", "published", "restarts")) > 20, SEEN
+    must_see(SEEN, ["compared", "published", "restarts"], more_than=20)
 
 
 def test_lookup_is_one_round_trip(server: RedisServer, url: str, writer: LogWriter) -> None:

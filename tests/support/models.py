@@ -153,7 +153,7 @@ def keyed(features: Sequence[str], bags: Mapping[str, Sequence[Sequence[int]]]) 
 
 
 def loss_of(output: Mapping[str, Any]) -> torch.Tensor:
-    """A loss that moves every row that was looked up, each dimension differently."""
+    """A loss that moves every row that was looked up, each dimension differently, and none ever faster."""
     total = torch.zeros(())
     for one in output.values():
         if isinstance(one, KeyedTensor):
@@ -162,7 +162,7 @@ def loss_of(output: Mapping[str, Any]) -> torch.Tensor:
             values = [jagged.values() for jagged in one.values()]
         for value in values:
             scale = torch.linspace(0.5, 1.5, value.shape[-1])
-            total = total + (value * scale).sum() + 0.1 * (value * value).sum()
+            total = total + (value * scale).sum() + 0.1 * value.sin().sum()
     return total
 
 
