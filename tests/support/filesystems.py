@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pyarrow.fs import (
     FileInfo,
     FileSelector,
@@ -22,6 +24,7 @@ from pyarrow.fs import (
 from tests.support.pauses import Outcome, dump_steps
 from tests.support.trainers import Trainer
 from torchrec_ext.delta import DeltaDumper
+from torchrec_ext.delta.places import LocalPlace
 
 Look = Callable[[str, str], None]
 """Is told an operation and a path, and may do what it likes; before the operation happens."""
@@ -146,3 +149,49 @@ class SteppedRun:
         if operation in self._PAUSES and not self._free:
             self._told.put(("before", f"{operation} {Path(path).name}"))
             self._go.get()
+
+
+class Striker:
+    """Does something just before some of the operations on a place, counted from 0; never within itself.
+
+    Args:
+        strike: what it does.
+        at: before which operations.
+    """
+
+    def __init__(self, strike: Callable[[], object], at: Collection[int] = ()) -> None:
+        self.count = 0
+        self.struck = 0
+        self._strike = strike
+        self._at = frozenset(at)
+        self._striking = False
+        self._lock = threading.Lock()
+
+    def __call__(self, *_: object) -> None:
+        with self._lock:
+            if self._striking:
+                return
+            self._striking = self.count in self._at
+            self.count += 1
+            if not self._striking:
+                return
+        try:
+            self._strike()
+            self.struck += 1
+        finally:
+            self._striking = False
+
+    @contextlib.contextmanager
+    def on_local_places(self) -> Iterator[None]:
+        """Every reading of a directory of this machine counts."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("entries", "has", "read", "size", "crc32", "parquet"):
+                patch.setattr(LocalPlace, name, self._before(getattr(LocalPlace, name)))
+            yield
+
+    def _before(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(place: LocalPlace, *arguments: Any) -> Any:
+            self()
+            return operation(place, *arguments)
+
+        return counted

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import void_dumps
+from torchrec_ext.delta.dump_file import check_listed
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, RankStats, TableInfo
 from torchrec_ext.delta.places import Place, PlacedFile
@@ -104,6 +105,10 @@ def compact(
     if max_memory_bytes < 1:
         raise ValueError(f"max_memory_bytes must be at least 1, not {max_memory_bytes}")
     log = DeltaLog.of(log)
+    return log.undisturbed(lambda: _compact(log, upto, max_memory_bytes, progress))
+
+
+def _compact(log: DeltaLog, upto: int | None, max_memory_bytes: int, progress: Progress | None) -> Compacted:
     dumps = _interrupted(log) if upto is None else None
     dumps = dumps or log.history_upto(upto)
     if len(dumps) == 1 and dumps[0].is_base:
@@ -116,6 +121,7 @@ def compact(
                 return _Compaction(log, dumps, folder, max_memory_bytes, progress).run()
         except (DeltaLogError, OSError):
             if not log.place.has(folder, MANIFEST_NAME):
+                check_listed(log.place, dumps[-1], log.listing())
                 raise
         # Another process was faster, and may have removed the dumps as well by now.
         return Compacted(log.history_upto(dumps[-1].step)[0], written=False)
@@ -316,7 +322,7 @@ class _Compaction:
         self, tables: dict[str, TableInfo], parts: Sequence[FileEntry], fallback: FileEntry
     ) -> Manifest:
         last = self._dumps[-1]
-        self._check_still_counts(last.dump)
+        self._check_still_counts(last)
         base = dataclasses.replace(
             last,
             previous=None,
@@ -335,14 +341,18 @@ class _Compaction:
             self._place.sync(folder)
         return base
 
-    def _check_still_counts(self, dump: DumpId) -> None:
-        chain = self._log.listing().chain
-        if dump in void_dumps(chain) or dump not in {other.dump for other in chain}:
+    def _check_still_counts(self, last: Manifest) -> None:
+        listing = self._log.listing()
+        try:
+            check_listed(self._place, last, listing)
+            if last.dump in void_dumps(listing.chain) or last not in listing.chain:
+                raise DeltaLogError(
+                    f"{self._folder} was given up: a run went back to a step before {last.step} meanwhile. "
+                    "Compact again"
+                )
+        except DeltaLogError:
             remove_own_files(self._place, self._folder)
-            raise DeltaLogError(
-                f"{self._folder} was given up: a run went back to a step before {dump.step} meanwhile. "
-                "Compact again"
-            )
+            raise
 
     def _advance(self, rows: int) -> None:
         if self._progress is not None:

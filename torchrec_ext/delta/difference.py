@@ -15,6 +15,7 @@ from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import DumpId, Manifest
 from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.scan import Scan
+from torchrec_ext.errors import VacuumedError
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ def diff_log(
     log = DeltaLog.of(log)
     if before > after:
         raise ValueError(f"step {before} is later than step {after}: name the earlier one first")
+    return log.undisturbed(lambda: _difference(log, before, after, progress))
+
+
+def _difference(
+    log: DeltaLog, before: int, after: int, progress: Callable[[int, int], None] | None
+) -> LogDifference:
     earlier = log.history_upto(before)
     between = _between(log, earlier[-1].dump, log.history_upto(after)[-1].dump)
     if not between:
@@ -107,6 +114,8 @@ def _between(log: DeltaLog, before: DumpId, after: DumpId) -> list[Manifest]:
     """The dumps after one of them, up to another."""
     dumps = log.dumps()
     places = {dump.dump: place for place, dump in enumerate(dumps)}
+    if not {before, after} <= places.keys():
+        raise VacuumedError(f"{log.place}: {before.directory} or {after.directory} was removed by vacuum")
     return dumps[places[before] + 1 : places[after] + 1]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.answers import find
+from torchrec_ext.delta.chain import without_superseded
 from torchrec_ext.delta.difference import distances
 from torchrec_ext.delta.keys import NO_KEYS, Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
@@ -132,8 +133,12 @@ def figures_of(
         DeltaLogError: the log is broken, or a file of it is missing or damaged.
     """
     log = DeltaLog.of(log)
+    return log.undisturbed(lambda: _figures(log, sampled_keys, progress))
+
+
+def _figures(log: DeltaLog, sampled_keys: int, progress: Callable[[int, int], None] | None) -> LogFigures:
     chain = log.dumps(superseded=True)
-    dumps = log.dumps()
+    dumps = without_superseded(chain)
     tables = {fqn: info for dump in dumps for fqn, info in dump.tables.items()}
     total, read = sum(dump.rows for dump in dumps), 0
     followed = {fqn: _Followed(_Sample(info.dim, sampled_keys)) for fqn, info in tables.items()}

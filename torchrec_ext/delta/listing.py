@@ -36,10 +36,15 @@ def list_log(place: Place) -> Listing:
     Raises:
         DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; names the dump.
     """
-    try:
-        return _list_log(place)
-    except DeltaLogError:  # vacuum may have removed what had not been looked at yet
-        return _list_log(place)
+    before = None
+    while True:
+        found = _committed(place)
+        try:
+            return _listing(place, *found)
+        except DeltaLogError:  # a dump may have been committed after it was looked for, and one more after it
+            if found == before:
+                raise
+            before = found
 
 
 def committed_names(place: Place, known: Collection[str] = ()) -> frozenset[str]:
@@ -99,10 +104,25 @@ def entry_names(place: Place, folder: str = "") -> list[str]:
         raise DeltaLogError(str(error)) from error
 
 
-def _list_log(place: Place) -> Listing:
+_Manifests = dict[DumpId, Manifest]
+
+
+def _committed(place: Place) -> tuple[_Manifests, _Manifests]:
+    """The dumps, and the bases, that are there."""
     names = entry_names(place)
-    dumps = _manifests(place, [name for name in names if DumpId.from_directory(name)])
-    bases = _manifests(place, [name for name in names if DumpId.from_base_directory(name)])
+    while True:
+        dump_names = [name for name in names if DumpId.from_directory(name)]
+        base_names = [name for name in names if DumpId.from_base_directory(name)]
+        dumps, bases = _manifests(place, dump_names), _manifests(place, base_names)
+        if len(dumps) + len(bases) == len(dump_names) + len(base_names):
+            return dumps, bases
+        # Some are not committed, or not any more: then a base that took their place was before they went.
+        names = entry_names(place)
+        if not any(DumpId.from_base_directory(name) for name in set(names).difference(base_names)):
+            return dumps, bases
+
+
+def _listing(place: Place, dumps: _Manifests, bases: _Manifests) -> Listing:
     with naming(place):
         chain = in_chain_order(dumps, bases)
     counts = {manifest.dump for manifest in chain}
@@ -112,6 +132,6 @@ def _list_log(place: Place) -> Listing:
     return Listing(chain, bases, strays)
 
 
-def _manifests(place: Place, names: Sequence[str]) -> dict[DumpId, Manifest]:
+def _manifests(place: Place, names: Sequence[str]) -> _Manifests:
     found = place.each(lambda name: read_manifest(place, name), names)
     return {manifest.dump: manifest for manifest in found if manifest is not None}

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torchrec_ext.answers import HashFunction
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import since_base, void_dumps, without_superseded
+from torchrec_ext.delta.dump_file import DumpFile, taken_by
 from torchrec_ext.delta.listing import Listing, committed_names, entry_names, list_log, read_manifest
 from torchrec_ext.delta.manifest import DumpId, FileEntry, Manifest
-from torchrec_ext.delta.places import Place, PlacedFile, open_place
+from torchrec_ext.delta.places import Place, open_place
 from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Part, Replay, reading_threads
-from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
+from torchrec_ext.errors import DeltaLogError, VacuumedError
 
 T = TypeVar("T")
 
@@ -125,9 +126,10 @@ class DeltaLog:
         """One of a dump's files, as it is: nothing of it is compared with the manifest.
 
         Raises:
+            VacuumedError: it was removed, and something else holds its rows.
             DeltaLogError: it is missing, or is not Parquet.
         """
-        return PlacedFile(self.place, dump.directory, entry.name).open()
+        return DumpFile.of(self.place, dump, entry.name).open()
 
     def read(self, step: int, generation: int | None = None) -> pa.Table:
         """The rows of one dump, of every rank, with the columns of ``format.PART_SCHEMA``.
@@ -177,7 +179,7 @@ class DeltaLog:
             fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
             return replay.states(dumps[-1], fallbacks, hash_fns or {})
 
-        return self._of_history(upto, states)
+        return self.undisturbed(lambda: states(self.history_upto(upto)))
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
         """The ids that own a row after a dump, sorted int64, of every table in the log.
@@ -191,7 +193,7 @@ class DeltaLog:
         Raises:
             DeltaLogError: as ``replay``.
         """
-        return self._of_history(upto, lambda dumps: self.history(dumps).keys())
+        return self.undisturbed(lambda: self.history(self.history_upto(upto)).keys())
 
     def files(self, upto: int | None = None) -> pa.Table:
         """The files that hold what the model answered at a dump, for an engine that reads Parquet by itself.
@@ -278,15 +280,24 @@ class DeltaLog:
             where = ""
             if dumps:
                 first = dumps[0]
-                where = f"; {_taken_by(first) if first.is_base else f'the first is of step {first.step}'}"
+                where = f"; {taken_by(first) if first.is_base else f'the first is of step {first.step}'}"
             raise DeltaLogError(f"{self.place}: no committed dump{wanted}{where}")
         return since_base(dumps[: last + 1], bases, void)
 
-    def _of_history(self, upto: int | None, read: Callable[[list[Manifest]], T]) -> T:
-        try:
-            return read(self.history_upto(upto))
-        except VacuumedError:  # while it was read; what took its place is there by now
-            return read(self.history_upto(upto))
+    def undisturbed(self, work: Callable[[], T]) -> T:
+        """Does some work that begins with what is committed; anew if vacuum removes some of it meanwhile.
+
+        Raises:
+            VacuumedError: it asks for what was gone before.
+        """
+        before = None
+        while True:
+            try:
+                return work()
+            except VacuumedError:  # what took its place is there by now
+                if (now := self.listing()) == before:
+                    raise
+                before = now
 
     def rows_of(self, dump: Manifest, files: tuple[FileEntry, ...], schema: pa.Schema) -> pa.Table:
         """The rows of some of a dump's files, with the columns of ``schema``.
@@ -307,13 +318,11 @@ class DeltaLog:
                 return dump
         which = "" if generation is None else f" of generation {generation}"
         if dumps and dumps[0].is_base and DumpId(generation or 0, step) <= dumps[0].dump:
-            gone = _taken_by(dumps[0])
+            gone = taken_by(dumps[0])
             raise VacuumedError(f"{self.place}: no rows of a dump of step {step}{which}; {gone}")
         raise DeltaLogError(f"{self.place}: no committed dump of step {step}{which}")
 
-    def checked_files(
-        self, dump: Manifest, files: Sequence[FileEntry], schema: pa.Schema
-    ) -> list[PlacedFile]:
+    def checked_files(self, dump: Manifest, files: Sequence[FileEntry], schema: pa.Schema) -> list[DumpFile]:
         """A dump's files, after a check that they are what the manifest says.
 
         Raises:
@@ -322,43 +331,16 @@ class DeltaLog:
         """
         return self.place.each(lambda entry: self.checked_file(dump, entry, schema), files)
 
-    def checked_file(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> PlacedFile:
+    def checked_file(self, dump: Manifest, entry: FileEntry, schema: pa.Schema) -> DumpFile:
         """One of a dump's files, on any thread; see ``checked_files``."""
-        placed = PlacedFile(self.place, dump.directory, entry.name)
-        try:
-            if (dump.directory, entry.name) not in self._verified:
-                placed.check(entry.nbytes, entry.crc32)
-            with placed.open() as file:
-                num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
-        except MissingFileError:
-            self.check_not_vacuumed(dump)
-            raise
+        found = DumpFile.of(self.place, dump, entry.name)
+        if (dump.directory, entry.name) not in self._verified:
+            found.check(entry.nbytes, entry.crc32)
+        with found.open() as file:
+            num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
         if num_rows != entry.rows:
-            raise DeltaLogError(f"{placed} holds {num_rows} rows, the manifest says {entry.rows}")
+            raise DeltaLogError(f"{found} holds {num_rows} rows, the manifest says {entry.rows}")
         if missing := set(schema.names) - columns:
-            raise DeltaLogError(f"{placed} lacks the columns {sorted(missing)}")
+            raise DeltaLogError(f"{found} lacks the columns {sorted(missing)}")
         self._verified.add((dump.directory, entry.name))
-        return placed
-
-    def check_not_vacuumed(self, dump: Manifest) -> None:
-        """Checks, of a dump with a file that is not there, that it is not missed.
-
-        Raises:
-            VacuumedError: it was removed, and something else holds its rows.
-        """
-        chain, bases, strays = self.listing()
-        if dump.dump in void_dumps(chain) and not dump.is_base:
-            raise VacuumedError(
-                f"{self.place}: {dump.directory} was superseded, and its rows were removed by vacuum: "
-                "list the dumps again"
-            )
-        listed = bases.values() if dump.is_base else [*chain, *strays]
-        if dump.directory not in {other.directory for other in listed}:
-            newer = [base for base in bases.values() if base.dump >= dump.dump]
-            if newer:
-                gone = _taken_by(newer[0])
-                raise VacuumedError(f"{self.place}: {dump.directory} is gone: {gone}. List the dumps again")
-
-
-def _taken_by(base: Manifest) -> str:
-    return f"the dumps up to step {base.step} were compacted into {base.directory} and removed by vacuum"
+        return found

@@ -120,6 +120,14 @@ class OpenedLog:
     dumps: list[Manifest]
     held: dict[str, NDArray[np.int64]]
 
+    def dumps_now(self) -> list[Manifest]:
+        """The same dumps; where ``vacuum`` has removed some since, the base that took their place."""
+
+        def read() -> list[Manifest]:
+            return self.log.dumps(superseded=True)
+
+        return up_to(self.dumps[-1].dump, read(), read) if self.dumps else []
+
 
 def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[TrackedTable]) -> OpenedLog:
     """Opens the directory for a new run, on all ranks together; fences an older run off that still lives.
@@ -133,24 +141,33 @@ def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[Tra
     rank = dist.get_rank(group) if group is not None else 0
     on_every_rank(group, lambda: prepare_directory(place, rank))
     log = on_every_rank(group, lambda: shared_log(place))
-    seen = on_every_rank(group, lambda: read_log(log, tables))
-    held = on_every_rank(group, lambda: held_keys(log, seen, tables))
+
+    def read() -> list[Manifest]:
+        return read_log(log, tables)
+
+    def with_keys(dumps: list[Manifest]) -> tuple[list[Manifest], dict[str, NDArray[np.int64]]]:
+        return dumps, held_keys(log, dumps, tables)
+
+    seen, held = on_every_rank(group, lambda: log.undisturbed(lambda: with_keys(read())))
     mine = on_every_rank(group, lambda: take_over(place, seen) if rank == 0 else None)
     # Not all of it: each rank reaches the place by its own means.
     claimed = gather(group, None if mine is None else (type(mine), mine.number, mine.run_id))[0]
     assert claimed is not None
     kind, number, run_id = claimed
     generation: Generation = kind(place, number, run_id)
-    dumps = on_every_rank(group, lambda: read_log(log, tables))
+    dumps = on_every_rank(group, read)
     end = gather(group, dumps[-1].dump if dumps else None)[0]
     # On an object store the older run may commit even now. Rank 0 decides what the others take in.
-    dumps = on_every_rank(group, lambda: up_to(end, dumps, lambda: read_log(log, tables)))
+    dumps = on_every_rank(group, lambda: up_to(end, dumps, read))
+    # The older run may have been quick: it committed once more, and ranks may have seen it or not.
+    anew = dumps != seen
+    dumps, held = on_every_rank(
+        group, lambda: log.undisturbed(lambda: with_keys(up_to(end, read(), read)) if anew else (seen, held))
+    )
     ends = gather(group, dumps[-1].dump if dumps else None)
     if len(set(ends)) > 1:
         generation.check()  # a newer run has begun to write already
         raise DeltaLogError(f"ranks see different logs in {place}, which end with {ends}")
-    # The older run may have been quick: it committed once more, and ranks may have seen it or not.
-    held = on_every_rank(group, lambda: held if dumps == seen else held_keys(log, dumps, tables))
     return OpenedLog(generation, log, dumps, held)
 
 

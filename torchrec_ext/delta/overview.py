@@ -122,6 +122,10 @@ def inspect_log(log: DeltaLog | str | os.PathLike[str]) -> LogOverview:
             Parquet. Whether the rows are as they should be is for ``verify_log`` to say.
     """
     log = DeltaLog.of(log)
+    return log.undisturbed(lambda: _overview(log))
+
+
+def _overview(log: DeltaLog) -> LogOverview:
     manifests, bases, _ = log.listing()
     valid = without_superseded(manifests)
     tables = {fqn: info for manifest in manifests for fqn, info in manifest.tables.items()}

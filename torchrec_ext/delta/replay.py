@@ -21,7 +21,7 @@ from torchrec_ext.delta.keys import last_places, union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.places import Place, PlacedFile
 from torchrec_ext.delta.storage import StorageDtype
-from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
+from torchrec_ext.errors import DeltaLogError
 
 _THREADS = 8
 _READ_BYTES = 1 << 19
@@ -146,8 +146,6 @@ class Replay:
         try:
             with part.open() as file:
                 return [*self._groups(dump, part, file)]
-        except MissingFileError as error:
-            raise gone(part) from error
         except ValueError as error:
             raise DeltaLogError(f"{part}: {error}") from error
 
@@ -323,8 +321,6 @@ def _read(
                     raise ValueError(
                         f"row group {group.index} has {group.num_vectors} upserts and {begin} vectors"
                     )
-    except MissingFileError as error:
-        raise gone(part) from error
     except ValueError as error:
         raise DeltaLogError(f"{part}: {error}") from error
 
@@ -332,11 +328,6 @@ def _read(
 def reading_threads() -> ThreadPoolExecutor:
     """Threads to read files with: for each, a row group is in memory."""
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "torchrec-ext-read")
-
-
-def gone(part: PlacedFile) -> VacuumedError:
-    """Of a file that was there when it was checked."""
-    return VacuumedError(f"{part} was removed while it was read: list the dumps again")
 
 
 def _nth_vector(upsert: NDArray[np.bool_]) -> NDArray[np.int32]:

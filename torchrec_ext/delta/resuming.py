@@ -66,10 +66,14 @@ class Restart:
             DeltaLogError: the log is damaged.
         """
         saved, marked = self._agree(step, group, marked)
-        branch = branch_at(without_superseded(self._opened.dumps), step, saved)
+
+        def stand() -> tuple[Branch, dict[str, tuple[Standing, Keys]]]:
+            branch = branch_at(without_superseded(self._opened.dumps_now()), step, saved)
+            return branch, self._standings(branch, trusted=not marked)
+
         try:
             on_every_rank(group, self._followers.pause)
-            standings = on_every_rank(group, lambda: self._standings(branch, trusted=not marked))
+            branch, standings = on_every_rank(group, lambda: self._opened.log.undisturbed(stand))
         finally:
             self._followers.resume()
         for name, (standing, held) in standings.items():

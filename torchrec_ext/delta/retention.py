@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -74,9 +75,15 @@ def vacuum(
     """
     _check_arguments(keep_seconds, keep_dumps, grace_seconds)
     log = DeltaLog.of(log)
-    removal = _Removal(log, keep_seconds, keep_dumps, grace_seconds)
+
+    def decided() -> _Removal:
+        removal = _Removal(log, keep_seconds, keep_dumps, grace_seconds)
+        if not dry_run:
+            removal.check_base()
+        return removal
+
+    removal = log.undisturbed(decided)
     if not dry_run:
-        removal.check_base()
         removal.carry_out(progress)
         logger.info(
             "%s: removed dumps=%d, superseded=%d, %d bytes",
@@ -190,7 +197,8 @@ class _Removal:
 
     def _measure(self, directory: str, names: Sequence[str]) -> None:
         for name in names:
-            self.sizes[directory, name] = self._place.size(directory, name)
+            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                self.sizes[directory, name] = self._place.size(directory, name)
 
 
 def _base_to_keep(

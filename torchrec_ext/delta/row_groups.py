@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
@@ -17,10 +16,9 @@ from torchrec_ext.delta.keys import NO_KEYS, last_places
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import PlacedFile
-from torchrec_ext.delta.replay import gone, reading_threads
-from torchrec_ext.errors import DeltaLogError, MissingFileError
+from torchrec_ext.delta.replay import reading_threads
+from torchrec_ext.errors import DeltaLogError
 
-T = TypeVar("T")
 Role = Literal["said", "before", "stray"]
 SAID: Role = "said"
 BEFORE: Role = "before"
@@ -59,18 +57,13 @@ class RowGroup:
 
     def read_keys(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Keys, and whether they are upserts."""
-        return self._read(lambda file: fmt.read_keys(file, self.index))
+        with self.file.open() as file:
+            return fmt.read_keys(file, self.index)
 
     def read(self) -> pa.Table:
         """All columns."""
-        return self._read(lambda file: file.read_row_group(self.index))
-
-    def _read(self, read: Callable[[pq.ParquetFile], T]) -> T:
-        try:
-            with self.file.open() as file:
-                return read(file)
-        except MissingFileError as error:
-            raise gone(self.file) from error
+        with self.file.open() as file:
+            return file.read_row_group(self.index)
 
 
 def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest], role: Role = SAID) -> dict[str, list[RowGroup]]:

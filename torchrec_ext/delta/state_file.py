@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.log import DeltaLog
+from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.scan import Scan
 from torchrec_ext.files import sync
 
@@ -66,26 +67,33 @@ def write_state(
     if path.exists():
         raise FileExistsError(f"{path} is there already: remove it, or name another file")
     hidden = path.with_name(f".{path.name}.tmp")
-    dumps = log.history_upto(upto)
-    total = sum(dump.rows for dump in dumps)
-    rows = {fqn: 0 for fqn in dumps[-1].tables if fqn not in dumps[-1].retired}
     try:
-        with _writer(hidden) as file:
-            for fqn, keys, vectors in Scan(log, dumps).upserts():
-                if fqn not in rows:
-                    continue
-                names = pa.repeat(pa.scalar(fqn), len(keys))
-                columns = [names, pa.array(keys), fmt.embedding_array(vectors)]
-                file.write_table(pa.Table.from_arrays(columns, schema=STATE_SCHEMA))
-                rows[fqn] += len(keys)
-                if progress is not None:
-                    progress(sum(rows.values()), total)
+        last, rows = log.undisturbed(lambda: _write(log, log.history_upto(upto), hidden, progress))
         sync(hidden)
         hidden.rename(path)
     except BaseException:
         hidden.unlink(missing_ok=True)
         raise
-    return StateFile(str(path), dumps[-1].step, dumps[-1].generation, rows, path.stat().st_size)
+    return StateFile(str(path), last.step, last.generation, rows, path.stat().st_size)
+
+
+def _write(
+    log: DeltaLog, dumps: list[Manifest], path: Path, progress: Callable[[int, int], None] | None
+) -> tuple[Manifest, dict[str, int]]:
+    """Writes the rows after the last of these dumps; that dump, and how many rows of each table."""
+    last, total = dumps[-1], sum(dump.rows for dump in dumps)
+    rows = {fqn: 0 for fqn in last.tables if fqn not in last.retired}
+    with _writer(path) as file:
+        for fqn, keys, vectors in Scan(log, dumps).upserts():
+            if fqn not in rows:
+                continue
+            names = pa.repeat(pa.scalar(fqn), len(keys))
+            columns = [names, pa.array(keys), fmt.embedding_array(vectors)]
+            file.write_table(pa.Table.from_arrays(columns, schema=STATE_SCHEMA))
+            rows[fqn] += len(keys)
+            if progress is not None:
+                progress(sum(rows.values()), total)
+    return last, rows
 
 
 def _writer(path: Path) -> pq.ParquetWriter:

@@ -19,7 +19,7 @@ from torchrec_ext.delta.chain import branch_of, without_superseded
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import Place
-from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError
+from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError, VacuumedError
 from torchrec_ext.publish.changes import Change, OnDelete, position_of
 from torchrec_ext.publish.served import Position
 from torchrec_ext.publish.sink import Sink, open_sink
@@ -133,9 +133,9 @@ class _Publisher:
             except (SinkUnavailableError, DeltaLogError) as error:
                 now = time.monotonic()
                 failing_since = failing_since if failing_since is not None else now
-                log_may_heal = follow and not isinstance(error, SinkUnavailableError)
-                gives_up = now - failing_since >= retry_seconds
-                if gives_up or not (log_may_heal or isinstance(error, SinkUnavailableError)):
+                # What vacuum removed while it was read stands in a base by now.
+                may_pass = follow or isinstance(error, (SinkUnavailableError, VacuumedError))
+                if not may_pass or now - failing_since >= retry_seconds:
                     raise
                 wait = next(waits)
                 logger.warning("%s; trying again in %.1f s", error, wait)

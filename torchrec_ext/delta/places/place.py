@@ -159,7 +159,7 @@ class PlacedFile:
             MissingFileError: it is not there.
             DeltaLogError: it is not.
         """
-        with self._explained():
+        with self.explained():
             if (size := self.place.size(self.folder, self.name)) != nbytes:
                 raise DeltaLogError(f"{self} has {size} bytes, the manifest says {nbytes}")
             if self.place.crc32(self.folder, self.name) != crc32:
@@ -173,11 +173,17 @@ class PlacedFile:
             MissingFileError: it is not there.
             DeltaLogError: it cannot be read.
         """
-        with self._explained(), self.place.parquet(self.folder, self.name) as file:
+        with self.explained(), self.place.parquet(self.folder, self.name) as file:
             yield file
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """Names the file in the errors of what is done with it.
+
+        Raises:
+            MissingFileError: it is not there.
+            DeltaLogError: it cannot be read.
+        """
         try:
             yield
         except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, TableInfo
 from torchrec_ext.delta.verification.findings import Check, Findings, Verification
 from torchrec_ext.delta.verification.rows import DumpRows, schema_faults
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.errors import DeltaLogError, VacuumedError
 
 _NAMED = re.compile(r"((?:step|base)_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.*)", re.DOTALL)
 
@@ -38,6 +39,10 @@ def verify_log(
         DeltaLogError: there is no such directory.
     """
     log = DeltaLog.of(log)
+    return log.undisturbed(lambda: _verified(log, progress))
+
+
+def _verified(log: DeltaLog, progress: Callable[[int, int], None] | None) -> Verification:
     findings = Findings()
     chain, bases = _listed(log, findings)
     return _Verifier(log, chain, bases, findings, progress).run()
@@ -45,8 +50,11 @@ def verify_log(
 
 def _listed(log: DeltaLog, findings: Findings) -> tuple[list[Manifest], dict[DumpId, Manifest]]:
     """The dumps whose manifests can be read, oldest first, and the bases, by the last dump in each."""
+    with contextlib.suppress(DeltaLogError):
+        chain, bases, _ = log.listing()
+        return chain, bases
     manifests: dict[DumpId, Manifest] = {}
-    bases: dict[DumpId, Manifest] = {}
+    bases = {}
     for name in log.entries():
         if DumpId.from_directory(name) is None and DumpId.from_base_directory(name) is None:
             continue
@@ -176,6 +184,8 @@ class _Verifier:
                         self._findings.add("schema", where, fault)
                     return False
                 (rows.check_part if schema is fmt.PART_SCHEMA else rows.check_fallbacks)(entry, file)
+        except VacuumedError:
+            raise
         except DeltaLogError as error:
             check: Check = "schema" if "lacks the columns" in str(error) else "file"
             _add(self._findings, check, error, where, self._log)
