@@ -27,6 +27,7 @@ from torchrec_ext.delta import (
     write_state,
 )
 from torchrec_ext.publish import Change, Position, PublishError, Sink, publish
+from torchrec_ext.publish.directory import DirectoryReader
 
 State = dict[str, dict[int, list[float]]]
 """The vector of each key, by table."""
@@ -43,6 +44,7 @@ class Log:
     """
 
     def __init__(self, directory: Path) -> None:
+        """Three dumps, of which one is void; one after them, and a base."""
         self._writer = LogWriter(directory, TABLES)
         self._step = 0
         self.directory = directory
@@ -113,12 +115,22 @@ def written(log: DeltaLog, scratch: Path) -> State:
     return found
 
 
-def published(log: DeltaLog, _: Path) -> State:
+def published(log: DeltaLog, _: Path) -> tuple[int, State]:
     sink = Memory()
     with contextlib.suppress(PublishError):  # it stands at a dump that is gone by now
         publish(log, sink, retry_seconds=5.0)
-    assert sink.position() is not None
-    return sink.rows
+    position = sink.position()
+    assert position is not None
+    return position.step, sink.rows
+
+
+def served(log: DeltaLog, _: Path) -> tuple[int, State]:
+    position, tables = DirectoryReader(log.place).load()
+    rows = {
+        fqn: dict(zip(table.keys.tolist(), table.vectors.tolist(), strict=True))
+        for fqn, table in tables.items()
+    }
+    return position.step, rows
 
 
 def keys(log: DeltaLog, _: Path) -> dict[str, list[int]]:
@@ -168,7 +180,8 @@ def read(log: DeltaLog, _: Path) -> None:
 
 
 Reader = Callable[[DeltaLog, Path], Any]
-OF_STATES: list[Reader] = [replayed, written, published, compacted, vacuumed]
+OF_STATES: list[Reader] = [replayed, written, compacted, vacuumed]
+OF_STEPS: list[Reader] = [published, served]
 OF_OTHERS: list[Reader] = [keys, verified, looked_at, drawn, compared, read]
 
 
@@ -184,13 +197,16 @@ def run(reader: Reader, tmp_path: Path, at: tuple[int, ...], *, remote: bool) ->
             found = reader(DeltaLog(log.directory), tmp_path / "scratch")
     if reader in OF_STATES:
         assert found in log.states
+    if reader in OF_STEPS:
+        step, state = found
+        assert state == log.states[step // 10 - 1]
     if reader is keys:
         assert found in [{fqn: sorted(rows) for fqn, rows in state.items()} for state in log.states]
     return striker
 
 
 @pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("reader", [*OF_STATES, *OF_OTHERS])
+@pytest.mark.parametrize("reader", [*OF_STATES, *OF_STEPS, *OF_OTHERS])
 def test_everybody_finds_a_state_that_was(
     tmp_path: Path, reader: Reader, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +244,8 @@ def test_trainer_resumes(tmp_path: Path, with_state: bool, remote: bool) -> None
         saved = trained(log)
 
         def strike() -> None:
-            with contextlib.suppress(DeltaLogError):  # the trainer has gone back: the base that was begun is void
+            # Once the trainer has gone back, a base that was begun is void.
+            with contextlib.suppress(DeltaLogError):
                 compact(log)
             vacuum(log, **NOW)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from tests.publish.fidelity import (
     check_that_restart_replaces_another_log,
     follow_schedule,
 )
+from tests.support.filesystems import Striker
 from tests.support.logs import TABLES, Event, LogWriter, events, zch
 from torchrec_ext.publish import EmbeddingClient, PublishError, open_sink, publish
 
@@ -169,6 +172,52 @@ def test_the_snapshot_before_stays_and_older_ones_go(writer: LogWriter, tmp_path
     names.append((tmp_path / "snap" / "current").resolve().name)
     assert len(set(names)) == 4
     assert {path.name for path in (tmp_path / "snap").iterdir()} == {"current", *names[-2:]}
+    with EmbeddingClient(url) as client:
+        check(client, writer)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_snapshot_that_goes_while_it_is_read_is_the_next_one(
+    writer: LogWriter, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"parquet://{tmp_path}/snap"
+    publish(writer.directory, url)
+
+    def strike() -> None:
+        for step in (40, 50):
+            writer.dump(step, {"mc.t0": [step % 40]})
+            publish(writer.directory, url)
+
+    striker, read_table = Striker(strike, [number]), pq.read_table
+
+    def read(path: Path) -> pa.Table:
+        striker()
+        return read_table(path)
+
+    monkeypatch.setattr(pq, "read_table", read)
+    with EmbeddingClient(url) as client:
+        assert client.tables
+        assert striker.struck == 1
+        client.refresh()
+        check(client, writer)
+
+
+@pytest.mark.parametrize("name", ["mc.t0.parquet", "mc.t0.fallback.parquet", "snapshot.json"])
+@pytest.mark.parametrize("left", [None, 0, 20])
+def test_a_damaged_snapshot_is_an_error_that_names_it(
+    writer: LogWriter, tmp_path: Path, name: str, left: int | None
+) -> None:
+    url = f"parquet://{tmp_path}/snap"
+    publish(writer.directory, url)
+    path = tmp_path / "snap" / "current" / name
+    path.write_bytes(path.read_bytes()[:left])
+    if left is None:
+        path.unlink()
+    said = r"cannot be read: .*Remove it, and publish again|nothing was published"
+    with EmbeddingClient(url) as client, pytest.raises(PublishError, match=said):
+        client.lookup("mc.t0", [1])
+    path.unlink(missing_ok=True)
+    publish(writer.directory, url, restart=True)
     with EmbeddingClient(url) as client:
         check(client, writer)
 

@@ -173,13 +173,7 @@ class DeltaLog:
             DeltaLogError: nothing is committed up to there, a table named in ``hash_fns`` is not
                 covered, or a file is missing or damaged.
         """
-
-        def states(dumps: list[Manifest]) -> dict[str, EmbeddingState]:
-            replay = self.history(dumps)
-            fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
-            return replay.states(dumps[-1], fallbacks, hash_fns or {})
-
-        return self.undisturbed(lambda: states(self.history_upto(upto)))
+        return self.undisturbed(lambda: self.states(self.history_upto(upto), hash_fns))
 
     def keys(self, upto: int | None = None) -> dict[str, NDArray[np.int64]]:
         """The ids that own a row after a dump, sorted int64, of every table in the log.
@@ -227,6 +221,23 @@ class DeltaLog:
                     for entry in entries
                 ]
         return pa.Table.from_pylist(rows, FILES_SCHEMA)
+
+    def states(
+        self, dumps: Sequence[Manifest], hash_fns: Mapping[str, HashFunction] | None = None
+    ) -> dict[str, EmbeddingState]:
+        """What the model answered at the last of some dumps; see ``replay``.
+
+        Args:
+            dumps: those that it is rebuilt from, as ``history_upto`` gives them.
+            hash_fns: as in ``replay``.
+
+        Raises:
+            VacuumedError: they were removed.
+            DeltaLogError: as ``replay``.
+        """
+        replay = self.history(dumps)
+        fallbacks = self.rows_of(dumps[-1], dumps[-1].fallbacks, fmt.FALLBACK_SCHEMA)
+        return replay.states(dumps[-1], fallbacks, hash_fns or {})
 
     def history(self, dumps: Sequence[Manifest], keep: KeyFilter | None = None) -> Replay:
         """What dumps say, one after another.

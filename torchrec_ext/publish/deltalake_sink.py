@@ -109,11 +109,12 @@ class DeltaLakeSink(LoadedSink):
                 commit_properties=properties,
             )
 
-    def load(self, position: Position) -> dict[str, LoadedTable]:
+    def load(self) -> tuple[Position, dict[str, LoadedTable]]:
         """See ``LoadedSink.load``."""
         tables = {}
         with self._speaking():
-            for row in self._published().values():
+            published = DeltaTable(f"{self._root}/{_PUBLISHED}")
+            for row in published.to_pyarrow_table().to_pylist():
                 if not row["covered"]:
                     continue
                 plain = json.loads(row["served"])
@@ -124,7 +125,7 @@ class DeltaLakeSink(LoadedSink):
                 vectors = fmt.vectors_of(rows["embedding"].chunks, plain["dim"])
                 served = ServedTable.from_json(plain, block)
                 tables[row["table_fqn"]] = LoadedTable.of(served, rows["key_id"].to_numpy(), vectors)
-        return tables
+            return self._last(published)[1], tables
 
     def _published(self) -> dict[str, dict[str, Any]]:
         """What was published last of each table, and as which version."""

@@ -38,11 +38,16 @@ class DirectoryReader(LoadedSink):
         """Not possible: only a ``DeltaDumper`` writes here."""
         raise PublishError(f"{self} is a dump directory: it is published from, not to")
 
-    def load(self, position: Position) -> dict[str, LoadedTable]:
+    def load(self) -> tuple[Position, dict[str, LoadedTable]]:
         """See ``LoadedSink.load``."""
-        return {
+        return self._log.undisturbed(self._load)
+
+    def _load(self) -> tuple[Position, dict[str, LoadedTable]]:
+        dumps = self._log.history_upto()
+        tables = {
             fqn: LoadedTable(
                 ServedTable.of(state.info, state.fallback, state.exceptions), state.keys, state.vectors
             )
-            for fqn, state in self._log.replay(upto=position.step).items()
+            for fqn, state in self._log.states(dumps).items()
         }
+        return position_of(dumps[-1]), tables

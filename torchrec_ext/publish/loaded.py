@@ -42,8 +42,8 @@ class LoadedSink(Sink):
     _held: tuple[Position, dict[str, LoadedTable]] | None = None
 
     @abstractmethod
-    def load(self, position: Position) -> dict[str, LoadedTable]:
-        """Reads all tables as they were at the sink's position."""
+    def load(self) -> tuple[Position, dict[str, LoadedTable]]:
+        """Reads all tables, and the position at which they stood so."""
 
     def refresh(self) -> None:
         """Reads what was published by now, if that is something new."""
@@ -51,7 +51,7 @@ class LoadedSink(Sink):
         if position is None:
             raise PublishError(f"{self}: {self._nothing}")
         if self._held is None or self._held[0] != position:
-            self._held = position, self.load(position)
+            self._held = self.load()
 
     def tables(self) -> Mapping[str, ServedTable]:
         """See ``Sink.tables``."""

@@ -88,10 +88,18 @@ class ParquetSink(LoadedSink):
             sync(file)
         self._show(hidden, name)
 
-    def load(self, position: Position) -> dict[str, LoadedTable]:
+    def load(self) -> tuple[Position, dict[str, LoadedTable]]:
         """See ``LoadedSink.load``."""
-        # Resolved once: a snapshot that is replaced meanwhile stays until the next one comes.
-        directory = (self._root / _CURRENT).resolve()
+        while True:
+            # Resolved once: a snapshot that is replaced meanwhile stays until the next one comes.
+            directory = (self._root / _CURRENT).resolve()
+            try:
+                return self._read(directory)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                if (self._root / _CURRENT).resolve() == directory:
+                    raise _unreadable(directory, error) from error
+
+    def _read(self, directory: Path) -> tuple[Position, dict[str, LoadedTable]]:
         described = json.loads((directory / _DESCRIPTION).read_text())
         tables = {}
         for fqn, plain in described["tables"].items():
@@ -101,7 +109,7 @@ class ParquetSink(LoadedSink):
             served = ServedTable.from_json(plain, fmt.vectors_of(fallbacks["embedding"].chunks, dim))
             vectors = fmt.vectors_of(rows["embedding"].chunks, dim)
             tables[fqn] = LoadedTable.of(served, rows["key_id"].to_numpy(), vectors)
-        return tables
+        return Position(**described["position"]), tables
 
     def _describe(self) -> dict[str, Any] | None:
         path = self._root / _CURRENT / _DESCRIPTION
@@ -111,7 +119,7 @@ class ParquetSink(LoadedSink):
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise PublishError(f"{path} cannot be read: {error}") from error
+            raise _unreadable(path, error) from error
         if mine != _FORMAT:
             raise PublishError(f"{path} is {mine}; this torchrec_ext reads {_FORMAT}")
         return described
@@ -153,6 +161,10 @@ class ParquetSink(LoadedSink):
         for path in self._root.iterdir():
             if path.name not in (_CURRENT, name, before):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _unreadable(path: Path, error: Exception) -> PublishError:
+    return PublishError(f"{path} cannot be read: {error}. Remove it, and publish again")
 
 
 def _is_ours(name: str) -> bool:
