@@ -183,9 +183,10 @@ class Striker:
 
     @contextlib.contextmanager
     def on_local_places(self) -> Iterator[None]:
-        """Every reading of a directory of this machine counts."""
+        """Every operation on a directory of this machine counts."""
+        names = "entries has read size crc32 parquet make_folder locked create put remove prune sync"
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("entries", "has", "read", "size", "crc32", "parquet"):
+            for name in names.split():
                 patch.setattr(LocalPlace, name, self._before(getattr(LocalPlace, name)))
             yield
 

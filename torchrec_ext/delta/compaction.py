@@ -30,7 +30,7 @@ from torchrec_ext.delta.row_groups import (
     num_passes,
     row_groups_of,
 )
-from torchrec_ext.errors import DeltaLogError
+from torchrec_ext.errors import DeltaLogError, VacuumedError
 
 logger = logging.getLogger(__name__)
 
@@ -114,17 +114,19 @@ def _compact(log: DeltaLog, upto: int | None, max_memory_bytes: int, progress: P
     if len(dumps) == 1 and dumps[0].is_base:
         return Compacted(dumps[0], written=False)
     folder = dumps[-1].dump.base_directory
-    log.place.make_folder(folder)
-    with _locked(log.place, folder):
-        try:
+    try:
+        log.place.make_folder(folder)
+        with _locked(log.place, folder):
             if not log.place.has(folder, MANIFEST_NAME):
                 return _Compaction(log, dumps, folder, max_memory_bytes, progress).run()
-        except (DeltaLogError, OSError):
-            if not log.place.has(folder, MANIFEST_NAME):
-                check_listed(log.place, dumps[-1], log.listing())
-                raise
-        # Another process was faster, and may have removed the dumps as well by now.
-        return Compacted(log.history_upto(dumps[-1].step)[0], written=False)
+    except (DeltaLogError, OSError) as error:
+        if not log.place.has(folder, MANIFEST_NAME):
+            check_listed(log.place, dumps[-1], log.listing())
+            if isinstance(error, FileNotFoundError):  # of what a newer base takes the place of it goes first
+                raise VacuumedError(f"{folder} was removed by vacuum before it was whole") from error
+            raise
+    # Another process was faster, and may have removed the dumps as well by now, or the base may be void.
+    return _compact(log, upto, max_memory_bytes, progress)
 
 
 def remove_unfinished(place: Place, folder: str) -> None:
@@ -240,8 +242,7 @@ class _Compaction:
         except (FileNotFoundError, ValueError):
             kept = set()
         present = own_files(self._place, self._folder)
-        if MANIFEST_NAME in present:  # where nothing can be locked another process may have been faster
-            raise DeltaLogError(f"{self._folder} was committed by another process meanwhile")
+        self._check_uncommitted(present)
         # With the same plan another process that is at it writes the same: nothing is taken from it.
         spared = {LOCK_NAME, *kept, *([fmt.fallback_name(0, 1)] if kept else [])}
         for name in present:
@@ -343,6 +344,7 @@ class _Compaction:
 
     def _check_still_counts(self, last: Manifest) -> None:
         listing = self._log.listing()
+        self._check_uncommitted(own_files(self._place, self._folder))
         try:
             check_listed(self._place, last, listing)
             if last.dump in void_dumps(listing.chain) or last not in listing.chain:
@@ -353,6 +355,11 @@ class _Compaction:
         except DeltaLogError:
             remove_own_files(self._place, self._folder)
             raise
+
+    def _check_uncommitted(self, present: Sequence[str]) -> None:
+        """Where nothing can be locked another process may have been faster: its files are to stay."""
+        if MANIFEST_NAME in present:
+            raise DeltaLogError(f"{self._folder} was committed by another process meanwhile")
 
     def _advance(self, rows: int) -> None:
         if self._progress is not None:
