@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -185,12 +186,13 @@ def test_three_runs_never_mislead_a_reader_in_whatever_order_they_touch_files(
         scene.end()
 
 
-def _late(writer: LogWriter, dump: DumpId, like: DumpId, previous: DumpId | None) -> None:
+def _late(writer: LogWriter, dump: DumpId, like: DumpId, previous: DumpId | None, **fields: Any) -> None:
     """A fenced run's late commit: what another dump says, after a dump that it saw when it opened the log."""
     shutil.copytree(writer.directory / like.directory, writer.directory / dump.directory)
     path = writer.directory / dump.directory / MANIFEST_NAME
     manifest = Manifest.from_json(path.read_bytes(), like.directory)
-    path.write_bytes(dataclasses.replace(manifest, dump=dump, previous=previous, supersedes=()).to_json())
+    fields = {"dump": dump, "previous": previous, "supersedes": (), **fields}
+    path.write_bytes(dataclasses.replace(manifest, **fields).to_json())
 
 
 def _opened(writer: LogWriter, generation: int) -> None:
@@ -237,10 +239,7 @@ def test_log_stays_readable_when_what_a_late_dump_follows_is_compacted_and_remov
 def test_nothing_goes_that_a_run_may_go_on_from_which_has_not_dumped_yet(writer: LogWriter) -> None:
     first, second = (dump.dump for dump in DeltaLog(writer.directory).dumps())
     _opened(writer, 2)
-    _late(writer, DumpId(1, 3), first, second)
-    late = writer.directory / DumpId(1, 3).directory / MANIFEST_NAME
-    manifest = Manifest.from_json(late.read_bytes(), DumpId(1, 3).directory)
-    late.write_bytes(dataclasses.replace(manifest, committed_unix=time.time()).to_json())
+    _late(writer, DumpId(1, 3), first, second, committed_unix=time.time())
     compact(writer.directory)
     done = vacuum(writer.directory, **NOW)
     assert (done.dumps, done.reason) == ((), "run 2 has opened the log, and has not dumped yet")
@@ -250,6 +249,21 @@ def test_nothing_goes_that_a_run_may_go_on_from_which_has_not_dumped_yet(writer:
     compact(writer.directory)
     assert vacuum(writer.directory, **NOW).dumps
     check(writer)
+
+
+def test_rows_stay_that_a_late_dump_made_void_while_a_run_may_still_go_on_from_them(
+    writer: LogWriter,
+) -> None:
+    first, second = (dump.dump for dump in DeltaLog(writer.directory).dumps())
+    _opened(writer, 2)
+    # Of a run that went back to the first dump, and that the newest one overtook.
+    _late(writer, DumpId(1, 1), second, second, committed_unix=time.time(), supersedes=(second,))
+    assert [dump.dump for dump in DeltaLog(writer.directory).dumps()] == [first, DumpId(1, 1)]
+    assert vacuum(writer.directory, **NOW).superseded == ()
+    writer.begin_generation(2)
+    writer.dump(3, {"mc.t0": [5]})
+    check(writer)
+    assert verify_log(writer.directory).clean
 
 
 def test_base_of_a_dump_in_doubt_counts_for_the_run_that_says_its_keys_again(writer: LogWriter) -> None:

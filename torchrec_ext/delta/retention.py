@@ -119,23 +119,25 @@ class _Removal:
         chain, bases, _ = log.listing()
         self._bases = bases
         void = void_dumps(chain)
+        void_before = now - max(keep_seconds, grace_seconds)
         if chain and newest > chain[-1].generation:
             # It has not dumped yet, and on an object store may pass by what was committed after it looked.
-            certain = {dump.dump for dump in chain if dump.committed_unix < opened - grace_seconds}
+            looked = opened - grace_seconds
+            certain = {dump.dump for dump in chain if dump.committed_unix < looked}
             bases = {dump: base for dump, base in bases.items() if dump in certain}
+            void_before = min(void_before, looked)
         self._awaited = newest if len(bases) < len(self._bases) else None
         self._base = _base_to_keep(chain, bases, void, now - keep_seconds, keep_dumps, now - grace_seconds)
         self.whole = self._before_base()
         going = {*self.whole}
         since = _superseded_since(chain)
-        limit = now - max(keep_seconds, grace_seconds)
         self.void = [
             dump.directory
             for dump in chain
             if dump.dump in void
             and not dump.is_base
             and dump.directory not in going
-            and since[dump.dump] <= limit
+            and since[dump.dump] <= void_before
         ]
         self.sizes: dict[tuple[str, str], int] = {}
         for name in self.whole:
