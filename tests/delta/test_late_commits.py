@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import tempfile
@@ -31,11 +32,20 @@ from torchrec_ext.publish import Change, Position, PublishError, Sink, publish
 ALL = 10**6
 
 
-class Table(Sink):
-    """Rows in memory, changed by what ``publish`` says and nothing else."""
+class CutShort(Exception):
+    pass
 
-    def __init__(self, takes: str = "backlog") -> None:
+
+class Table(Sink):
+    """Rows in memory, changed by what ``publish`` says and nothing else.
+
+    Attributes:
+        is_cut_short: whether a change ends with its upserts.
+    """
+
+    def __init__(self, takes: str = "backlog", *, is_cut_short: bool = False) -> None:
         self.takes = takes  # type: ignore[assignment]
+        self.is_cut_short = is_cut_short
         self.rows: dict[int, list[float]] = {}
         self.held: Position | None = None
 
@@ -51,6 +61,8 @@ class Table(Sink):
             self.rows.clear()
         for _, keys, vectors in change.upserts():
             self.rows.update(zip(keys.tolist(), vectors.tolist(), strict=True))
+        if self.is_cut_short and change.base is not None:
+            raise CutShort
         for _, keys, _ in change.deletes():
             for key in keys.tolist():
                 self.rows.pop(key, None)
@@ -62,7 +74,7 @@ def _place(root: Path) -> FileSystem:
 
 
 class Scene:
-    """A log with one dump, runs that open it, and sinks that follow it."""
+    """A log with one dump, runs that open it, and sinks that follow it; all changes of some are cut short."""
 
     def __init__(self, root: Path, runs: int) -> None:
         first = Trainer(7)
@@ -73,6 +85,10 @@ class Scene:
         dumper.__exit__(KeyboardInterrupt, None, None)
         self.runs = [SteppedRun(root, seed, [1, 2]) for seed in range(runs)]
         self.log, self.sinks = DeltaLog(_place(root)), [Table(), Table("each")]
+        self.torn = [Table(is_cut_short=True), Table("each", is_cut_short=True)]
+        for sink in self.torn:
+            with contextlib.suppress(CutShort):
+                publish(self.log, sink)
         self._committed: frozenset[str] = frozenset()
 
     def go(self, number: int, count: int = ALL, until: str = "") -> None:
@@ -87,6 +103,9 @@ class Scene:
                 for sink in self.sinks:
                     publish(self.log, sink)
                     _compare(self.log, sink)
+                for sink in self.torn:
+                    with contextlib.suppress(CutShort):
+                        publish(self.log, sink)
 
     def end(self) -> list[DumpId]:
         """Lets them do the rest and looks what came of it; the dumps that came too late."""
@@ -104,6 +123,10 @@ class Scene:
         _, dumps, answers = max(outcomes, key=lambda outcome: outcome[0])
         assert all(dumps.values()), "nobody came after the newest"
         assert np.array_equal(self.log.replay()[FQN].lookup(IDS), np.array(answers, np.float32))
+        for sink in self.torn:
+            sink.is_cut_short = False
+            publish(self.log, sink)
+            _compare(self.log, sink)
         return [dump.dump for dump in strays]
 
 

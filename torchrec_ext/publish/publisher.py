@@ -216,18 +216,16 @@ def _standing(
     """How many of a log's dumps a sink has taken in, and which of those beside them.
 
     If its own last dump is void, the first one after it that is not made it so, or made void what did: it
-    speaks of every key of those it replaced. Of the keys of dumps beside the log no dump need speak.
+    speaks of every key of those it replaced. Of the keys of dumps beside the log no dump need speak. Of those
+    that came after what the sink has taken in, a publication that was cut short may have written some rows.
     """
     if position is None:
         return 0, []
-    for number, dump in enumerate(dumps, 1):
-        if position_of(dump) == position:
-            return number, []
-    for dump in beside:
-        if position_of(dump) == position:
-            strays, start = branch_of(dump, dumps, beside)
-            if start is not None:
-                return start, strays
+    branches = [branch_of(dump, dumps, beside) for dump in beside]
+    places = {position_of(branch[-1]): place for branch, place in branches}
+    places |= {position_of(dump): place for place, dump in enumerate(dumps, 1)}
+    if (start := places.get(position)) is not None:
+        return start, [branch[-1] for branch, place in branches if place is not None and place >= start]
     base = dumps[0].directory if dumps and dumps[0].is_base else ""
     gone = f"compacted into {base} and vacuumed" if base else "removed"
     raise PublishError(
