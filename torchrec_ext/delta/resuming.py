@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,9 +19,12 @@ from torchrec_ext.delta.replay import Replay
 from torchrec_ext.delta.standing import Standing
 from torchrec_ext.delta.tracked import TrackedTable
 from torchrec_ext.delta.tracker import Tracker
+from torchrec_ext.errors import DeltaLogError
 from torchrec_ext.ranks import gather, on_every_rank
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK = 4096  # vectors of a table that are compared although the log's word is taken for them
 
@@ -63,7 +67,7 @@ class Restart:
         Raises:
             ValueError: the position that was saved is that of a later step, or ranks name different steps.
             CorruptTableError: a table of this rank contradicts itself.
-            DeltaLogError: the log is damaged.
+            DeltaLogError: the log is damaged, or not the same on all ranks.
         """
         saved, marked = self._agree(step, group, marked)
 
@@ -73,7 +77,7 @@ class Restart:
 
         try:
             on_every_rank(group, self._followers.pause)
-            branch, standings = on_every_rank(group, lambda: self._opened.log.undisturbed(stand))
+            branch, standings = self._on_one_branch(group, stand)
         finally:
             self._followers.resume()
         for name, (standing, held) in standings.items():
@@ -111,6 +115,24 @@ class Restart:
             logger.warning("not all ranks have loaded the same state of the dumper: comparing with the log")
             return None, False
         return self.saved, False
+
+    def _on_one_branch(
+        self, group: dist.ProcessGroup | None, stand: Callable[[], tuple[Branch, T]]
+    ) -> tuple[Branch, T]:
+        """What ``stand`` gives on each rank, of one branch on all: vacuum may come when some have listed it.
+
+        Where the checkpoint's position is gone, another of the dumps may be the last to stand.
+        """
+        before: list[int] | None = None
+        while True:
+            branch, standings = on_every_rank(group, lambda: self._opened.log.undisturbed(stand))
+            names = [[dump.directory for dump in dumps] for dumps in (branch.kept, branch.ahead)]
+            seen = gather(group, zlib.crc32(repr(names).encode()))
+            if len(set(seen)) == 1:
+                return branch, standings
+            if seen == before:
+                raise DeltaLogError(f"ranks see different logs in {self._opened.log.place}")
+            before = seen
 
     def _standings(self, branch: Branch, *, trusted: bool) -> dict[str, tuple[Standing, Keys]]:
         if self._opened.dumps:
