@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
+from pyarrow.fs import LocalFileSystem, PyFileSystem, SubTreeFileSystem
 from torch import nn
 
+from tests.support import models
 from tests.support.faults import MortalRanks
+from tests.support.filesystems import Hiding
 from tests.support.recstore_schedules import RecTable, collection, own_answers
 from tests.support.restarts import (
+    IDS,
+    MODEL,
     Checkpoint,
     Life,
     Step,
@@ -32,7 +37,7 @@ from tests.support.restarts import (
 )
 from tests.support.workers import run_on
 from torchrec_ext.checkpoint import reshard_zch
-from torchrec_ext.delta import DeltaDumper, DeltaLog, DumpId
+from torchrec_ext.delta import DeltaDumper, DeltaLog, DumpId, compact
 from torchrec_ext.delta.position import LogPosition
 from torchrec_ext.store import SharedMemoryStore, Uniform
 
@@ -134,6 +139,48 @@ def test_state_that_not_all_ranks_have_is_not_used() -> None:
         saved = Checkpoint(f"{directory}/checkpoint", 6, 2)
         run_on(2, _save_after_a_dump, directory, saved)
         run_on(2, _load_on_one_rank, directory, saved)
+
+
+def _train_and_dump(directory: str, number: int, steps: list[int], saved: Checkpoint | None) -> None:
+    model = build(number)
+    with DeltaDumper(model, f"{directory}/deltas", interval_steps=1) as dumper:
+        for step in steps:
+            train(model, 10 * number + step, first=step == steps[0])
+            dumper.step(step)
+            if saved is not None and step == saved.step:
+                dcp.save(contents(model, dumper=dumper), checkpoint_id=saved.path)
+
+
+def _resume_with_another_view(directory: str, saved: Checkpoint, step: int, who: int) -> None:
+    model = build(9)
+    hiding = Hiding(LocalFileSystem(), ())
+    log = SubTreeFileSystem(f"{directory}/deltas", PyFileSystem(hiding))
+    with DeltaDumper(model, log, interval_steps=10**9) as dumper:
+        restore(model, saved, dumper)
+        if dist.get_rank() == who:
+            hiding.names = {DumpId(0, removed).directory for removed in (2, 4, 6, 8)}
+        dumper.resume(step)
+        train(model, 99, first=False)
+        dumper.dump(step + 1)
+        dumper.flush()
+        states = DeltaLog(f"{directory}/deltas").replay()
+        answers = models.answers(model, MODEL, "mc", "t0", IDS).numpy()
+        assert np.array_equal(states["mc.t0"].lookup(IDS), answers)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("step", [4, 5])
+def test_ranks_agree_which_dumps_stand_though_vacuum_comes_when_some_have_listed_them(
+    step: int, who: int
+) -> None:
+    """The run in between counted its steps anew: without the dump of the checkpoint, others would stand."""
+    with tempfile.TemporaryDirectory() as directory:
+        saved = Checkpoint(f"{directory}/checkpoint", 4, 2)
+        run_on(2, _train_and_dump, directory, 1, [2, 4, 6, 8], saved)
+        compact(f"{directory}/deltas")
+        run_on(2, _train_and_dump, directory, 2, [1, 3, 5], None)
+        run_on(2, _resume_with_another_view, directory, saved, step, who)
 
 
 def _resume_at_different_steps(directory: str) -> None:

@@ -93,6 +93,21 @@ class Watched(FileSystemHandler):
         raise NotImplementedError
 
 
+class Hiding(Watched):
+    """Shows a directory once as it is without the entries of some names, as before or after a change."""
+
+    def __init__(self, inner: FileSystem, names: Collection[str]) -> None:
+        super().__init__(inner, lambda operation, path: None)
+        self.names = names
+
+    def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
+        found = super().get_file_info_selector(selector)
+        left = [info for info in found if info.base_name not in self.names]
+        if len(left) < len(found):
+            self.names = ()
+        return left
+
+
 def watched(root: Path | str, look: Look, inner: FileSystem | None = None) -> FileSystem:
     """A directory as a file system that does not promise to rename, or one of ``inner``."""
     return SubTreeFileSystem(str(root), PyFileSystem(Watched(inner or LocalFileSystem(), look)))
