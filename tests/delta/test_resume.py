@@ -145,13 +145,13 @@ def _train_and_dump(directory: str, number: int, steps: list[int], saved: Checkp
     model = build(number)
     with DeltaDumper(model, f"{directory}/deltas", interval_steps=1) as dumper:
         for step in steps:
-            train(model, 10 * number + step, first=step == steps[0])
+            train(model, 100 * number + step, first=step == steps[0])
             dumper.step(step)
             if saved is not None and step == saved.step:
                 dcp.save(contents(model, dumper=dumper), checkpoint_id=saved.path)
 
 
-def _resume_with_another_view(directory: str, saved: Checkpoint, step: int, who: int) -> None:
+def _resume_with_another_view(directory: str, saved: Checkpoint, who: int) -> None:
     model = build(9)
     hiding = Hiding(LocalFileSystem(), ())
     log = SubTreeFileSystem(f"{directory}/deltas", PyFileSystem(hiding))
@@ -159,9 +159,8 @@ def _resume_with_another_view(directory: str, saved: Checkpoint, step: int, who:
         restore(model, saved, dumper)
         if dist.get_rank() == who:
             hiding.names = {DumpId(0, removed).directory for removed in (2, 4, 6, 8)}
-        dumper.resume(step)
-        train(model, 99, first=False)
-        dumper.dump(step + 1)
+        dumper.resume(5)
+        dumper.dump(6)
         dumper.flush()
         states = DeltaLog(f"{directory}/deltas").replay()
         answers = models.answers(model, MODEL, "mc", "t0", IDS).numpy()
@@ -170,17 +169,14 @@ def _resume_with_another_view(directory: str, saved: Checkpoint, step: int, who:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("step", [4, 5])
-def test_ranks_agree_which_dumps_stand_though_vacuum_comes_when_some_have_listed_them(
-    step: int, who: int
-) -> None:
-    """The run in between counted its steps anew: without the dump of the checkpoint, others would stand."""
+def test_ranks_agree_which_dumps_stand_though_vacuum_comes_when_some_have_listed_them(who: int) -> None:
+    """The run in between counted its steps anew: without the checkpoint's dump all of its would stand."""
     with tempfile.TemporaryDirectory() as directory:
         saved = Checkpoint(f"{directory}/checkpoint", 4, 2)
         run_on(2, _train_and_dump, directory, 1, [2, 4, 6, 8], saved)
         compact(f"{directory}/deltas")
         run_on(2, _train_and_dump, directory, 2, [1, 3, 5], None)
-        run_on(2, _resume_with_another_view, directory, saved, step, who)
+        run_on(2, _resume_with_another_view, directory, saved, who)
 
 
 def _resume_at_different_steps(directory: str) -> None:

@@ -142,14 +142,14 @@ class StoreSnapshot:
             CheckpointError: there is none, or it is damaged; names the file and the table.
         """
         saved = SavedSnapshot(path)
-        try:
-            tables = _mapped(saved)
-        except CheckpointError:
-            there = SavedSnapshot(path)
-            if there.is_same(saved):
-                raise
-            saved, tables = there, _mapped(there)
-        return cls(saved.clock, saved.step, tables)
+        while True:
+            try:
+                return cls(saved.clock, saved.step, _mapped(saved))
+            except CheckpointError:
+                there = SavedSnapshot(path)
+                if there.is_same(saved):
+                    raise
+                saved = there
 
     @classmethod
     def from_arrays(
