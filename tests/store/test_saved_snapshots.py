@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import multiprocessing as mp
+import operator
 import os
 import pickle
 import sys
@@ -394,13 +395,15 @@ def test_a_snapshot_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 
 
 @contextmanager
-def once_called(name: str, do: Callable[[], object]) -> Iterator[None]:
-    """Does something when the reader of snapshots first calls a function of its own of this name."""
+def when_called(name: str, *do: Callable[[], object]) -> Iterator[None]:
+    """Does one thing after the other whenever the reader of snapshots calls a function of this name."""
+    left = iter(do)
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename == saved.__file__ and frame.f_code.co_name == name:
             sys.setprofile(None)
-            do()
+            next(left)()
+            sys.setprofile(profile if operator.length_hint(left) else None)
 
     sys.setprofile(profile)
     try:
@@ -414,10 +417,18 @@ def once_called(name: str, do: Callable[[], object]) -> Iterator[None]:
 def test_what_is_loaded_while_another_takes_its_place_is_one_of_them(moment: str, tmp_path: Path) -> None:
     old, new = trained(Adam()), trained(Adam(), seed=1)
     old.save(tmp_path)
-    with once_called(moment, lambda: new.save(tmp_path)):
+    with when_called(moment, lambda: new.save(tmp_path)):
         loaded = StoreSnapshot.load(tmp_path)
     # From when all files were mapped, it is the old one.
     assert same(loaded, old if moment in ("parsed", "compare") else new)
+
+
+def test_what_is_loaded_while_others_take_its_place_again_and_again_is_the_last(tmp_path: Path) -> None:
+    snapshots = [trained(Adam(), seed) for seed in range(4)]
+    snapshots[0].save(tmp_path)
+    with when_called("mapped", *(partial(snapshot.save, tmp_path) for snapshot in snapshots[1:])):
+        loaded = StoreSnapshot.load(tmp_path)
+    assert same(loaded, snapshots[-1])
 
 
 @pytest.mark.parametrize("free_bytes", [0, 100, 200, 300, 420, 700, 2000])
