@@ -63,8 +63,8 @@ def vacuum(
         keep_seconds: dumps committed less than this long ago are kept; superseded ones, those that were
             superseded less than this long ago.
         keep_dumps: so are the last so many that are not superseded, however old.
-        grace_seconds: nothing goes before what takes its place has been there for so long: the time that
-            readers get to finish what they are reading.
+        grace_seconds: nothing goes before what takes its place has been there for so long. An engine that
+            reads the files itself has that long for those that it has listed; ``DeltaLog`` lists again.
         dry_run: only tell.
         progress: is called with how many bytes were removed, and how many will be.
 
