@@ -252,7 +252,7 @@ class DeltaLog:
         replay = Replay(self.place, keep)
 
         def read(dump: Manifest, entry: FileEntry) -> Part:
-            return replay.read_part(dump, self.checked_file(dump, entry, fmt.PART_SCHEMA))
+            return replay.read_part(self.checked_file(dump, entry, fmt.PART_SCHEMA))
 
         with reading_threads() as threads:
             parts = [(dump, [threads.submit(read, dump, entry) for entry in dump.parts]) for dump in dumps]
