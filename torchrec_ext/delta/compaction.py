@@ -109,8 +109,7 @@ def compact(
 
 
 def _compact(log: DeltaLog, upto: int | None, max_memory_bytes: int, progress: Progress | None) -> Compacted:
-    dumps = _interrupted(log) if upto is None else None
-    dumps = dumps or log.history_upto(upto)
+    dumps = (_interrupted(log) if upto is None else None) or log.history_upto(upto)
     if len(dumps) == 1 and dumps[0].is_base:
         return Compacted(dumps[0], written=False)
     folder = dumps[-1].dump.base_directory
@@ -229,7 +228,11 @@ class _Compaction:
         return parts
 
     def _keep_finished(self, parts: Sequence[_Part]) -> int:
-        """Removes what an earlier run left, but for the files that this one would write again."""
+        """Removes what an earlier run left, but for the files that this one would write again.
+
+        Returns:
+            How many are kept.
+        """
         plan = {
             "parts": [part.rows for part in parts],
             "dumps": [[dump.directory, dump.run_id, dump.committed_unix] for dump in self._dumps],
@@ -280,15 +283,15 @@ class _Compaction:
     def _rows(self, part: _Part) -> Iterator[pa.Table]:
         """The rows of a part, in row groups of one table each."""
         waiting: list[pa.Table] = []
-        of, count, nbytes = None, 0, 0
+        table, count, nbytes = None, 0, 0
         for fqn, group in part.groups:
             rows = group.read()
             rows = rows.filter(pc.and_(pa.array(group.latest), pc.equal(rows["op"], fmt.UPSERT)))
-            if waiting and (fqn != of or count >= _ROW_GROUP_ROWS or nbytes >= _ROW_GROUP_BYTES):
+            if waiting and (fqn != table or count >= _ROW_GROUP_ROWS or nbytes >= _ROW_GROUP_BYTES):
                 yield pa.concat_tables(waiting)
                 waiting, count, nbytes = [], 0, 0
             waiting.append(rows)
-            of, count, nbytes = fqn, count + rows.num_rows, nbytes + rows.nbytes
+            table, count, nbytes = fqn, count + rows.num_rows, nbytes + rows.nbytes
             self._advance(group.rows)
         if waiting:
             yield pa.concat_tables(waiting)

@@ -69,6 +69,7 @@ def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest], role: Role = SAID) -
     """The row groups of dumps, by table, in the order in which the rows were said.
 
     Raises:
+        VacuumedError: some dumps were removed since they were listed.
         DeltaLogError: a file is missing or damaged.
     """
     groups: dict[str, list[RowGroup]] = {}

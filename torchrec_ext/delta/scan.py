@@ -36,7 +36,8 @@ class Scan:
         before: with strays, all dumps before these, none of them void.
 
     Raises:
-        DeltaLogError: a file is missing or damaged.
+        VacuumedError: some dumps were removed since they were listed; also from its methods.
+        DeltaLogError: a file is missing or damaged; also from its methods.
     """
 
     def __init__(
