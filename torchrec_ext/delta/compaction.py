@@ -354,7 +354,9 @@ class _Compaction:
                     "Compact again"
                 )
         except DeltaLogError:
-            remove_own_files(self._place, self._folder)
+            # Where nothing can be locked another process may have committed it, and vacuum relied on it.
+            if not self._place.has(self._folder, MANIFEST_NAME):
+                remove_own_files(self._place, self._folder)
             raise
 
     def _advance(self, rows: int) -> None:
