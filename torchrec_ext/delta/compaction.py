@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torchrec_ext.delta.chain import void_dumps
 from torchrec_ext.delta.dump_file import check_listed
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, RankStats, TableInfo
+from torchrec_ext.delta.own_files import own_files, remove_own_files
 from torchrec_ext.delta.places import Place, PlacedFile
 from torchrec_ext.delta.row_groups import (
     DEFAULT_MEMORY_BYTES,
@@ -42,9 +42,6 @@ PLAN_NAME, LOCK_NAME = "plan.json", ".lock"
 _PART_BYTES = 256 << 20  # of vectors, in memory; a file of a base is about as large
 _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 131_072, 64 << 20
 _THREADS = 4
-_OWN_FILES = re.compile(
-    r"\.?(part|fallback)_\d+_of_\d+\.parquet(\.tmp)?|\.?(manifest|plan)\.json(\.tmp)?|\.lock"
-)
 
 
 @dataclass(frozen=True)
@@ -131,19 +128,6 @@ def remove_unfinished(place: Place, folder: str) -> None:
     with contextlib.suppress(DeltaLogError, FileNotFoundError), _locked(place, folder):
         if not place.has(folder, MANIFEST_NAME):
             remove_own_files(place, folder)
-
-
-def remove_own_files(place: Place, folder: str) -> None:
-    """Removes the files of a dump or a base, its manifest first; the folder if nothing else is in it."""
-    place.remove(folder, MANIFEST_NAME)
-    for name in own_files(place, folder):
-        place.remove(folder, name)
-    place.prune(folder)
-
-
-def own_files(place: Place, folder: str) -> list[str]:
-    """The names of those files in a folder that a dumper or ``compact`` would have written."""
-    return [name for name in place.entries(folder) if _OWN_FILES.fullmatch(name)]
 
 
 @dataclass(frozen=True)
@@ -345,6 +329,7 @@ class _Compaction:
         return base
 
     def _check_still_counts(self, last: Manifest) -> None:
+        """Checks that the dump which the base would stand for counts; else takes back what was written."""
         listing = self._log.listing()
         try:
             check_listed(self._place, last, listing)
