@@ -244,13 +244,19 @@ FAULTS: dict[str, Fault] = {
         "the manifest says 99",
     ),
     "column-missing": Fault(
-        part(lambda rows: rows.drop_columns(["source"])), "schema", f"{FIRST}: {PART}", "lacks the columns"
+        part(lambda rows: rows.drop_columns(["source"])),
+        "schema",
+        f"{FIRST}: {PART}",
+        "column source is missing",
     ),
     "column-of-another-type": Fault(
         part(lambda rows: rows.set_column(0, "global_step", rows["global_step"].cast(pa.float64()))),
         "schema",
         f"{FIRST}: {PART}",
         "column global_step is double, not int64",
+    ),
+    "value-missing": Fault(
+        part(put("key_id", None)), "schema", f"{FIRST}: {PART}", "column key_id has nulls", ("count",)
     ),
     "row-group-of-two-tables": Fault(
         two_tables_in_a_row_group, "row-group", f"{FIRST}: {PART}", "holds rows of 2 tables"

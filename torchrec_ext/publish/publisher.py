@@ -19,7 +19,7 @@ from torchrec_ext.delta.chain import branch_of, without_superseded
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import Place
-from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError, VacuumedError
+from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError
 from torchrec_ext.publish.changes import Change, OnDelete, position_of
 from torchrec_ext.publish.served import Position
 from torchrec_ext.publish.sink import Sink, open_sink
@@ -129,12 +129,11 @@ class _Publisher:
         self._restart = restart
         while True:
             try:
-                position, progress = self._publish_next()
+                position, progress = self._log.undisturbed(self._publish_next)
             except (SinkUnavailableError, DeltaLogError) as error:
                 now = time.monotonic()
                 failing_since = failing_since if failing_since is not None else now
-                # What vacuum removed while it was read stands in a base by now.
-                may_pass = follow or isinstance(error, (SinkUnavailableError, VacuumedError))
+                may_pass = follow or isinstance(error, SinkUnavailableError)
                 if not may_pass or now - failing_since >= retry_seconds:
                     raise
                 wait = next(waits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 
 import numpy as np
@@ -18,23 +17,6 @@ from torchrec_ext.delta.verification.findings import Check, Findings
 from torchrec_ext.zch.routing import NO_ID
 
 _ROWS = 1 << 15  # in a piece
-
-
-def schema_faults(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
-    """What is wrong with a file's columns; vectors may be stored in any way that is known."""
-    found = file.schema_arrow
-    faults = []
-    with contextlib.suppress(KeyError, ValueError):
-        embedding = schema.get_field_index("embedding")
-        stored = fmt.part_schema(fmt.storage_of(file)).field("embedding").type
-        schema = schema.set(embedding, schema.field("embedding").with_type(stored))
-    for field in schema:
-        place = found.get_field_index(field.name)
-        if place < 0:
-            faults.append(f"column {field.name} is missing")
-        elif found.field(place).type != field.type:
-            faults.append(f"column {field.name} is {found.field(place).type}, not {field.type}")
-    return faults
 
 
 class DumpRows:
@@ -78,6 +60,8 @@ class DumpRows:
         where = f"{self._where}: {entry.name}"
         rows = file.read()
         self.rows += len(rows)
+        if self._lacks_values(where, rows, fmt.FALLBACK_SCHEMA):
+            return
         for fqn in rows["table_fqn"].unique().to_pylist():
             info = self._info(where, fqn)
             if info is None:
@@ -117,6 +101,8 @@ class DumpRows:
             names: set[str] = set()
             for batch in file.iter_batches(_ROWS, row_groups=[index]):
                 self.rows += len(batch)
+                if self._lacks_values(where, batch, fmt.PART_SCHEMA):
+                    continue
                 names |= set(batch["table_fqn"].unique().to_pylist())
                 for fqn in batch["table_fqn"].unique().to_pylist():
                     self._check_rows(where, entry.rank, fqn, batch.filter(pc.equal(batch["table_fqn"], fqn)))
@@ -141,6 +127,13 @@ class DumpRows:
         """The keys of a table that the dump says anything of."""
         pieces = [self.keys.get((fqn, op), []) for op in ops or (fmt.UPSERT, fmt.DELETE)]
         return np.concatenate([NO_KEYS, *(keys for piece in pieces for keys in piece)])
+
+    def _lacks_values(self, where: str, rows: pa.Table | pa.RecordBatch, schema: pa.Schema) -> bool:
+        """Whether there are rows of which nothing can be said, since a column that says it is null."""
+        lacking = [f.name for f in schema if not f.nullable and rows[f.name].null_count]
+        for name in lacking:
+            self._findings.add("schema", where, f"column {name} has nulls")
+        return bool(lacking)
 
     def _info(self, where: str, fqn: str) -> TableInfo | None:
         """What rows of a table can be compared with."""
