@@ -747,7 +747,7 @@ def _stall() -> None:
     waited, took, results = [], [], []
 
     def slow(descriptor: int) -> None:
-        assert training_waits.wait(120)
+        assert training_waits.wait(240)
         if len(waited) == 1:
             threading.Event().wait(0.05)
             waited.append(time.perf_counter())

@@ -323,7 +323,7 @@ def _dump_faster_than_the_disk(directory: Path, limits: dict[str, int], dumps: i
     disk_goes_on = threading.Event()
 
     def fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
-        assert disk_goes_on.wait(60)
+        assert disk_goes_on.wait(240)
         fsync(descriptor)
 
     def heard(message: str) -> None:
@@ -497,7 +497,7 @@ def test_a_process_ends_as_it_would_without_a_dumper(tmp_path: Path, how: str, c
             [sys.executable, "-W", "ignore", "-c", _SCRIPT, how, str(tmp_path / f"meeting{attempt}")],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == code, done.stderr
         assert ("ValueError: mine" in done.stderr) == (how == "exception")
