@@ -218,7 +218,7 @@ def test_dump_whose_manifest_does_not_fit_on_the_disk_is_not_committed(
 
 def _step_until_told(directory: Path) -> int:
     model = build(SPEC)
-    with DeltaDumper(model, directory, interval_steps=10**6) as dumper:
+    with DeltaDumper(model, directory, interval_steps=10**12) as dumper:
         _train_some(model, 1)
         step = 1
         with full_disk():
