@@ -9,7 +9,17 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.lines import at_lines
+from tests.support.ports import Port
+from torchrec_ext.errors import StoreError
+from torchrec_ext.store import MemoryStore, RemoteStore, StoreServer
 from torchrec_ext.store.update_queue import UpdateQueue
+
+
+def on_another_thread(do: Callable[[], object], *, waits: bool = True) -> None:
+    thread = threading.Thread(target=do)
+    thread.start()
+    if waits:
+        thread.join()
 
 
 def succeed() -> None:
@@ -37,10 +47,8 @@ class Waiting:
         return lines
 
     def _other(self) -> None:
-        thread = threading.Thread(target=self._drain)
-        thread.start()
-        if not self._queue._starting.locked():  # else it has to wait for this thread
-            thread.join()
+        # Who has the lock is waited for by the other thread.
+        on_another_thread(self._drain, waits=not self._queue._starting.locked())
 
     def _drain(self) -> None:
         try:
@@ -60,3 +68,25 @@ def test_of_threads_that_wait_for_updates_each_goes_on_and_one_is_told_what_fail
         if lines < line:
             break
     assert line > 5
+
+
+def test_who_comes_while_a_server_starts_finds_it_ready_or_not_at_all() -> None:
+    port = Port()
+    url = f"grpc://127.0.0.1:{port.number}"
+    found: list[object] = []
+
+    def come() -> None:
+        try:
+            with RemoteStore([url]) as store:
+                found.append(dict(store.tables))
+        except StoreError as error:
+            found.append("no" if "cannot be reached" in str(error) else str(error))
+
+    def start() -> None:
+        StoreServer(MemoryStore(), url).close()
+
+    at_lines(("flight/server.py",), lambda number: True, lambda: on_another_thread(come), start)
+    port.release()
+    started = found.index({})
+    assert found[:started] == ["no"] * started and started > 5
+    assert {} in found[started + 1 :] and all(one in ({}, "no") for one in found)
