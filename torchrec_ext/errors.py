@@ -24,7 +24,7 @@ class MissingFileError(DeltaLogError):
 
 
 class VacuumedError(DeltaLogError):
-    """A dump that was listed before was removed by ``vacuum``; the message says what holds its rows now."""
+    """A dump was removed by ``vacuum``; the message says what holds its rows now."""
 
 
 class DeltaDumpError(RuntimeError):

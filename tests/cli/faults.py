@@ -252,6 +252,9 @@ FAULTS: dict[str, Fault] = {
         f"{FIRST}: {PART}",
         "column global_step is double, not int64",
     ),
+    "value-missing": Fault(
+        part(put("key_id", None)), "schema", f"{FIRST}: {PART}", "column key_id has nulls", ("count",)
+    ),
     "row-group-of-two-tables": Fault(
         two_tables_in_a_row_group, "row-group", f"{FIRST}: {PART}", "holds rows of 2 tables"
     ),

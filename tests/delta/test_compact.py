@@ -269,11 +269,13 @@ def test_base_that_is_being_written_is_left_to_its_writer(writer: LogWriter) -> 
     assert compact(writer.directory).written
 
 
-@pytest.mark.parametrize("vacuums", [False, True])
-def test_slower_of_two_that_nothing_keeps_apart_takes_no_base_away(tmp_path: Path, vacuums: bool) -> None:
+@pytest.mark.parametrize(("vacuums", "apart"), [(False, 6), (True, 1)])
+def test_slower_of_two_that_nothing_keeps_apart_takes_no_base_away(
+    tmp_path: Path, vacuums: bool, apart: int
+) -> None:
     """On an object store: wherever the slower one is when the other commits, and removes the dumps."""
-    seen: list[str] = []
-    for number in itertools.count(0, 6):
+    seen: list[bool] = []
+    for number in itertools.count(0, apart):
         writer = LogWriter(tmp_path / str(number), TABLES)
         writer.dump(10, {"mc.t0": [1, 2], "ebc.rows": [0]})
         writer.dump(20, {"mc.t0": [3]}, {"mc.t0": [1]}, storage_dtype="int8")
@@ -284,23 +286,19 @@ def test_slower_of_two_that_nothing_keeps_apart_takes_no_base_away(tmp_path: Pat
         ) -> None:
             if next(touched) == number:  # noqa: B023
                 faster = DeltaLog(watched(writer.directory, lambda operation, path: None))
-                assert compact(faster).written
+                seen.append(compact(faster).written)
                 if vacuums:
                     vacuum(faster, **NOW)
-                seen.append("faster")
-            elif len(seen) * 6 > number and operation == "delete_file":  # noqa: B023
+            elif len(seen) * apart > number and operation == "delete_file":  # noqa: B023
                 assert not path.endswith("manifest.json"), "a committed base goes"
 
-        try:
-            compact(DeltaLog(watched(writer.directory, look)))
-        except (DeltaLogError, OSError) as error:
-            assert vacuums, error
+        compact(DeltaLog(watched(writer.directory, look)))
         check(writer)
         assert [base.step for base in DeltaLog(writer.directory).bases()] == [20]
         assert verify_log(writer.directory).clean
         if next(touched) <= number:
             break
-    assert len(seen) > 5
+    assert sum(seen) > 5
 
 
 def test_base_of_dumps_that_a_restart_made_void_meanwhile_is_given_up(writer: LogWriter) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.faults import reseal
 from tests.support.logs import IDS, LogWriter, zch
 from tests.support.rounding import STORAGE_DTYPES
-from torchrec_ext.delta import DeltaLog, DeltaLogError, replay
+from torchrec_ext.delta import DeltaLog, DeltaLogError, compact, replay, write_state
 
 TABLES = {"mc.t0": zch(dim=5, num_shards=2), "mc.t1": zch(dim=1, num_shards=1)}
 
@@ -69,3 +69,15 @@ def test_row_group_with_more_or_fewer_vectors_than_upserts_is_an_error(
     _mix(mixed.directory, change)
     with pytest.raises(DeltaLogError, match=r"part_.*: row group \d has \d+ upserts and \d+ vectors"):
         DeltaLog(mixed.directory).replay()
+
+
+def test_row_group_of_two_tables_is_an_error_that_names_the_file_whoever_reads_it(
+    mixed: LogWriter, tmp_path: Path
+) -> None:
+    for path in sorted(mixed.directory.glob("*/part_*.parquet")):
+        pq.write_table(pq.read_table(path), path)
+        reseal(mixed.directory, path.parent.name, path.name)
+    log = DeltaLog(mixed.directory)
+    for read in (log.replay, log.keys, lambda: compact(log), lambda: write_state(log, tmp_path / "state")):
+        with pytest.raises(DeltaLogError, match=r"part_.*: row group 0 does not hold the rows of one table"):
+            read()

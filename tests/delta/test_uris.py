@@ -31,7 +31,7 @@ from tests.support.training import train
 from tests.support.workers import run_on
 from torchrec_ext.cli import main
 from torchrec_ext.delta import DeltaDumper, DeltaDumpError, DeltaLog, DeltaLogError, DumpId, FencedError
-from torchrec_ext.delta.compaction import remove_own_files
+from torchrec_ext.delta.own_files import remove_own_files
 from torchrec_ext.publish import EmbeddingClient, publish
 
 SPEC = one_table(policy="lru", eviction_interval=1, rows=12)

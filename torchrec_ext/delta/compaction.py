@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torchrec_ext.delta.chain import void_dumps
 from torchrec_ext.delta.dump_file import check_listed
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, RankStats, TableInfo
+from torchrec_ext.delta.own_files import own_files, remove_own_files
 from torchrec_ext.delta.places import Place, PlacedFile
 from torchrec_ext.delta.row_groups import (
     DEFAULT_MEMORY_BYTES,
@@ -42,9 +42,6 @@ PLAN_NAME, LOCK_NAME = "plan.json", ".lock"
 _PART_BYTES = 256 << 20  # of vectors, in memory; a file of a base is about as large
 _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 131_072, 64 << 20
 _THREADS = 4
-_OWN_FILES = re.compile(
-    r"\.?(part|fallback)_\d+_of_\d+\.parquet(\.tmp)?|\.?(manifest|plan)\.json(\.tmp)?|\.lock"
-)
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,7 @@ def compact(
 
 
 def _compact(log: DeltaLog, upto: int | None, max_memory_bytes: int, progress: Progress | None) -> Compacted:
-    dumps = _interrupted(log) if upto is None else None
-    dumps = dumps or log.history_upto(upto)
+    dumps = (_interrupted(log) if upto is None else None) or log.history_upto(upto)
     if len(dumps) == 1 and dumps[0].is_base:
         return Compacted(dumps[0], written=False)
     folder = dumps[-1].dump.base_directory
@@ -132,19 +128,6 @@ def remove_unfinished(place: Place, folder: str) -> None:
     with contextlib.suppress(DeltaLogError, FileNotFoundError), _locked(place, folder):
         if not place.has(folder, MANIFEST_NAME):
             remove_own_files(place, folder)
-
-
-def remove_own_files(place: Place, folder: str) -> None:
-    """Removes the files of a dump or a base, its manifest first; the folder if nothing else is in it."""
-    place.remove(folder, MANIFEST_NAME)
-    for name in own_files(place, folder):
-        place.remove(folder, name)
-    place.prune(folder)
-
-
-def own_files(place: Place, folder: str) -> list[str]:
-    """The names of those files in a folder that a dumper or ``compact`` would have written."""
-    return [name for name in place.entries(folder) if _OWN_FILES.fullmatch(name)]
 
 
 @dataclass(frozen=True)
@@ -229,7 +212,11 @@ class _Compaction:
         return parts
 
     def _keep_finished(self, parts: Sequence[_Part]) -> int:
-        """Removes what an earlier run left, but for the files that this one would write again."""
+        """Removes what an earlier run left, but for the files that this one would write again.
+
+        Returns:
+            How many are kept.
+        """
         plan = {
             "parts": [part.rows for part in parts],
             "dumps": [[dump.directory, dump.run_id, dump.committed_unix] for dump in self._dumps],
@@ -280,15 +267,15 @@ class _Compaction:
     def _rows(self, part: _Part) -> Iterator[pa.Table]:
         """The rows of a part, in row groups of one table each."""
         waiting: list[pa.Table] = []
-        of, count, nbytes = None, 0, 0
+        table, count, nbytes = None, 0, 0
         for fqn, group in part.groups:
             rows = group.read()
             rows = rows.filter(pc.and_(pa.array(group.latest), pc.equal(rows["op"], fmt.UPSERT)))
-            if waiting and (fqn != of or count >= _ROW_GROUP_ROWS or nbytes >= _ROW_GROUP_BYTES):
+            if waiting and (fqn != table or count >= _ROW_GROUP_ROWS or nbytes >= _ROW_GROUP_BYTES):
                 yield pa.concat_tables(waiting)
                 waiting, count, nbytes = [], 0, 0
             waiting.append(rows)
-            of, count, nbytes = fqn, count + rows.num_rows, nbytes + rows.nbytes
+            table, count, nbytes = fqn, count + rows.num_rows, nbytes + rows.nbytes
             self._advance(group.rows)
         if waiting:
             yield pa.concat_tables(waiting)
@@ -342,6 +329,7 @@ class _Compaction:
         return base
 
     def _check_still_counts(self, last: Manifest) -> None:
+        """Checks that the dump which the base would stand for counts; else takes back what was written."""
         listing = self._log.listing()
         try:
             check_listed(self._place, last, listing)
@@ -351,7 +339,9 @@ class _Compaction:
                     "Compact again"
                 )
         except DeltaLogError:
-            remove_own_files(self._place, self._folder)
+            # Where nothing can be locked another process may have committed it, and vacuum relied on it.
+            if not self._place.has(self._folder, MANIFEST_NAME):
+                remove_own_files(self._place, self._folder)
             raise
 
     def _advance(self, rows: int) -> None:

@@ -6,18 +6,22 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pyarrow.parquet as pq
+
+from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import void_dumps
 from torchrec_ext.delta.listing import Listing, list_log
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import Place, PlacedFile
-from torchrec_ext.errors import MissingFileError, VacuumedError
+from torchrec_ext.errors import DeltaLogError, MissingFileError, VacuumedError
 
 
 @dataclass(frozen=True)
 class DumpFile(PlacedFile):
     """A file that a dump's manifest lists.
 
-    Whatever is done with it, one that is not there any more is told from one that never should have gone.
+    Errors of whatever is done with it name it. If it is not there, they tell whether ``vacuum`` removed it,
+    and a reader has to list the dumps again, or whether it is missing from the log.
 
     Attributes:
         dump: the dump.
@@ -30,12 +34,25 @@ class DumpFile(PlacedFile):
         """One of a dump's files."""
         return cls(place, dump.directory, name, dump)
 
+    def row_groups(self, file: pq.ParquetFile) -> Iterator[tuple[int, str]]:
+        """Its row groups, once it is open: index, and the table that all its rows belong to.
+
+        Raises:
+            ValueError: as ``format.row_groups``, or the manifest does not list the table; ``open`` makes a
+                ``DeltaLogError`` of it that names the file.
+        """
+        for index, fqn in fmt.row_groups(file):
+            if fqn not in self.dump.tables:
+                raise ValueError(f"rows of {fqn}, which its manifest does not list")
+            yield index, fqn
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """See ``PlacedFile``.
 
         Raises:
             VacuumedError: it was removed, and something else holds its rows.
+            DeltaLogError: it is missing, cannot be read, or is not what ``format`` says.
         """
         try:
             with super().explained():
@@ -43,6 +60,8 @@ class DumpFile(PlacedFile):
         except MissingFileError:
             _check_not_vacuumed(self.place, self.dump)
             raise
+        except ValueError as error:
+            raise DeltaLogError(f"{self}: {error}") from error
 
 
 def taken_by(base: Manifest) -> str:

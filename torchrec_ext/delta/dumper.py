@@ -112,7 +112,7 @@ class DeltaDumper:
         self._place = place_for(output_dir)
         found = select_tables(find_tables(model), tables, model)
         self._steps = Steps()
-        self._base = LogPosition()
+        self._resumed_from = LogPosition()
         self._marked = False
         self._closed = False
         group = private_group(process_group, found)
@@ -248,7 +248,7 @@ class DeltaDumper:
         self._steps.resumed = global_step
         self._schedule.go_on_after(global_step)
         if branch.kept:
-            self._base = LogPosition(branch.kept[-1].dump, branch.kept[-1].run_id)
+            self._resumed_from = LogPosition(branch.kept[-1].dump, branch.kept[-1].run_id)
         if not branch.ahead:
             return None
         self._committer.supersede([dump.dump for dump in branch.ahead])
@@ -267,7 +267,7 @@ class DeltaDumper:
         self._cutter.settle()
         self._writer.wait_until_written()
         position = current_position(
-            self._base,
+            self._resumed_from,
             self._generation.run_id,
             self._committer,
             self._followers,
@@ -291,10 +291,11 @@ class DeltaDumper:
         """Takes note that rows were written by other means than training.
 
         They go out with the next dump. After the last step's dump there is none: call ``dump`` then.
-        Neither ``load_state_dict`` nor a store's own methods need it, nor other in-place writes to weights
-        of tables without managed collision, unless they are written by way of ``.data``, NumPy, a collective
-        or the DTensors of a state dict; what is written to a store's weights directly may be told to
-        ``LocalStore.touch`` as well.
+
+        What ``load_state_dict`` and a store's own methods write is seen without it. So are in-place writes
+        to weights of tables without managed collision, but for those that PyTorch does not count: by way of
+        ``.data``, NumPy, a collective or the DTensors of a state dict. What is written to a store's weights
+        directly may be told to ``LocalStore.touch`` as well.
 
         Args:
             table: the table's FQN.

@@ -11,6 +11,8 @@ from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
 from torchrec_ext.delta.places import Place
 from torchrec_ext.errors import DeltaLogError
 
+_Manifests = dict[DumpId, Manifest]
+
 
 class Listing(NamedTuple):
     """All that is committed to a log.
@@ -31,7 +33,7 @@ class Listing(NamedTuple):
 
 
 def list_log(place: Place) -> Listing:
-    """All that is committed.
+    """All that is committed, whatever trainers commit and ``vacuum`` removes meanwhile.
 
     Raises:
         DeltaLogError: a manifest is damaged, or the chain of dumps has a gap or forks; names the dump.
@@ -41,7 +43,8 @@ def list_log(place: Place) -> Listing:
         found = _committed(place)
         try:
             return _listing(place, *found)
-        except DeltaLogError:  # a dump may have been committed after it was looked for, and one more after it
+        except DeltaLogError:
+            # Not all is read at once: of two dumps the first may have come after its turn, the other before.
             if found == before:
                 raise
             before = found
@@ -104,11 +107,8 @@ def entry_names(place: Place, folder: str = "") -> list[str]:
         raise DeltaLogError(str(error)) from error
 
 
-_Manifests = dict[DumpId, Manifest]
-
-
 def _committed(place: Place) -> tuple[_Manifests, _Manifests]:
-    """The dumps, and the bases, that are there."""
+    """The dumps, and the bases, whose manifests are there."""
     names = entry_names(place)
     while True:
         dump_names = [name for name in names if DumpId.from_directory(name)]
@@ -116,7 +116,8 @@ def _committed(place: Place) -> tuple[_Manifests, _Manifests]:
         dumps, bases = _manifests(place, dump_names), _manifests(place, base_names)
         if len(dumps) + len(bases) == len(dump_names) + len(base_names):
             return dumps, bases
-        # Some are not committed, or not any more: then a base that took their place was before they went.
+        # Some are not committed, or were removed since. What took their place was committed before they went,
+        # and bases are read after dumps: so it was found, or has come to the directory since.
         names = entry_names(place)
         if not any(DumpId.from_base_directory(name) for name in set(names).difference(base_names)):
             return dumps, bases

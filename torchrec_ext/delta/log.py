@@ -232,7 +232,7 @@ class DeltaLog:
             hash_fns: as in ``replay``.
 
         Raises:
-            VacuumedError: they were removed.
+            VacuumedError: some were removed since.
             DeltaLogError: as ``replay``.
         """
         replay = self.history(dumps)
@@ -247,12 +247,13 @@ class DeltaLog:
             keep: the keys to take in; by default all.
 
         Raises:
+            VacuumedError: some were removed since; also from what it returns, which reads vectors when asked.
             DeltaLogError: a file is missing or damaged.
         """
         replay = Replay(self.place, keep)
 
         def read(dump: Manifest, entry: FileEntry) -> Part:
-            return replay.read_part(dump, self.checked_file(dump, entry, fmt.PART_SCHEMA))
+            return replay.read_part(self.checked_file(dump, entry, fmt.PART_SCHEMA))
 
         with reading_threads() as threads:
             parts = [(dump, [threads.submit(read, dump, entry) for entry in dump.parts]) for dump in dumps]
@@ -296,10 +297,13 @@ class DeltaLog:
         return since_base(dumps[: last + 1], bases, void)
 
     def undisturbed(self, work: Callable[[], T]) -> T:
-        """Does some work that begins with what is committed; anew if vacuum removes some of it meanwhile.
+        """Reads what is committed, and begins anew for as long as ``vacuum`` removes some of it meanwhile.
+
+        Args:
+            work: lists the dumps, then reads them. It may be called several times.
 
         Raises:
-            VacuumedError: it asks for what was gone before.
+            VacuumedError: nothing was removed since it listed them: it asks for what was gone before.
         """
         before = None
         while True:
@@ -314,24 +318,14 @@ class DeltaLog:
         """The rows of some of a dump's files, with the columns of ``schema``.
 
         Raises:
-            DeltaLogError: a file is missing or damaged.
+            VacuumedError: one was removed, and something else holds its rows.
+            DeltaLogError: one is missing or damaged.
         """
         tables = []
         for entry in self.checked_files(dump, files, schema):
             with entry.open() as file:
                 tables.append(file.read())
         return pa.concat_tables(tables)
-
-    def _find(self, step: int, generation: int | None) -> Manifest:
-        dumps = self.dumps(superseded=generation is not None)
-        for dump in reversed(dumps):
-            if dump.step == step and generation in (None, dump.generation) and not dump.is_base:
-                return dump
-        which = "" if generation is None else f" of generation {generation}"
-        if dumps and dumps[0].is_base and DumpId(generation or 0, step) <= dumps[0].dump:
-            gone = taken_by(dumps[0])
-            raise VacuumedError(f"{self.place}: no rows of a dump of step {step}{which}; {gone}")
-        raise DeltaLogError(f"{self.place}: no committed dump of step {step}{which}")
 
     def checked_files(self, dump: Manifest, files: Sequence[FileEntry], schema: pa.Schema) -> list[DumpFile]:
         """A dump's files, after a check that they are what the manifest says.
@@ -355,3 +349,14 @@ class DeltaLog:
             raise DeltaLogError(f"{found} lacks the columns {sorted(missing)}")
         self._verified.add((dump.directory, entry.name))
         return found
+
+    def _find(self, step: int, generation: int | None) -> Manifest:
+        dumps = self.dumps(superseded=generation is not None)
+        for dump in reversed(dumps):
+            if dump.step == step and generation in (None, dump.generation) and not dump.is_base:
+                return dump
+        which = "" if generation is None else f" of generation {generation}"
+        if dumps and dumps[0].is_base and DumpId(generation or 0, step) <= dumps[0].dump:
+            gone = taken_by(dumps[0])
+            raise VacuumedError(f"{self.place}: no rows of a dump of step {step}{which}; {gone}")
+        raise DeltaLogError(f"{self.place}: no committed dump of step {step}{which}")

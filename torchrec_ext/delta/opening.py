@@ -159,7 +159,8 @@ def open_log(place: Place, group: dist.ProcessGroup | None, tables: Sequence[Tra
     end = gather(group, dumps[-1].dump if dumps else None)[0]
     # On an object store the older run may commit even now. Rank 0 decides what the others take in.
     dumps = on_every_rank(group, lambda: up_to(end, dumps, read))
-    # The older run may have been quick: it committed once more, and ranks may have seen it or not.
+    # The older run may have been quick: it committed once more, and ranks may have seen it or not. One that
+    # has nothing to read anew takes part all the same: others wait for it.
     anew = dumps != seen
     dumps, held = on_every_rank(
         group, lambda: log.undisturbed(lambda: with_keys(up_to(end, read(), read)) if anew else (seen, held))

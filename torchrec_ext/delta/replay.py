@@ -17,9 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from torchrec_ext.answers import HashFunction, answers, as_keys, check_rows, find, hashed
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.dump_file import DumpFile
 from torchrec_ext.delta.keys import last_places, union
 from torchrec_ext.delta.manifest import Manifest, TableInfo
-from torchrec_ext.delta.places import Place, PlacedFile
+from torchrec_ext.delta.places import Place
 from torchrec_ext.delta.storage import StorageDtype
 from torchrec_ext.errors import DeltaLogError
 
@@ -102,7 +103,7 @@ class _Group:
         vectors: which of the group's vectors is theirs, as far as they have one; None: to be counted.
     """
 
-    file: PlacedFile
+    file: DumpFile
     index: int
     keys: NDArray[np.int64]
     upsert: NDArray[np.bool_]
@@ -141,13 +142,15 @@ class Replay:
         self._keep = keep
         self._tables: dict[str, _TableHistory] = {}
 
-    def read_part(self, dump: Manifest, part: PlacedFile) -> Part:
-        """Reads the keys of one rank's part, on any thread. Leaves no file open: a log may have thousands."""
-        try:
-            with part.open() as file:
-                return [*self._groups(dump, part, file)]
-        except ValueError as error:
-            raise DeltaLogError(f"{part}: {error}") from error
+    def read_part(self, part: DumpFile) -> Part:
+        """Reads the keys of one rank's part, on any thread. Leaves no file open: a log may have thousands.
+
+        Raises:
+            VacuumedError: it was removed, and something else holds its rows.
+            DeltaLogError: it is missing, or is not as the format says.
+        """
+        with part.open() as file:
+            return [*self._groups(part, file)]
 
     def add(self, dump: Manifest, parts: Iterable[Part]) -> None:
         """Takes in the parts of the next dump."""
@@ -164,11 +167,9 @@ class Replay:
         for fqn, group in itertools.chain.from_iterable(parts):
             self._tables[fqn].groups.append(group)
 
-    def _groups(self, dump: Manifest, part: PlacedFile, file: pq.ParquetFile) -> Part:
+    def _groups(self, part: DumpFile, file: pq.ParquetFile) -> Part:
         stored = fmt.storage_of(file)
-        for index, fqn in fmt.row_groups(file):
-            if fqn not in dump.tables:
-                raise DeltaLogError(f"{part}: rows of {fqn}, which its manifest does not list")
+        for index, fqn in part.row_groups(file):
             keys, upsert = fmt.read_keys(file, index)
             num_vectors, vectors = int(np.count_nonzero(upsert)), None
             if self._keep is not None:
@@ -185,6 +186,11 @@ class Replay:
             dump: the last dump.
             fallbacks: its fallback rows, of all ranks.
             hash_fns: see ``DeltaLog.replay``.
+
+        Raises:
+            VacuumedError: a file was removed, and something else holds its rows.
+            DeltaLogError: a file is damaged, fallback rows are not as the manifest says, or a table named in
+                ``hash_fns`` is not covered.
         """
         covered = {fqn: info for fqn, info in dump.tables.items() if fqn not in dump.retired}
         if unknown := set(hash_fns) - set(covered):
@@ -193,11 +199,7 @@ class Replay:
         for fqn, info in covered.items():
             keys, winners = _latest_upserts(self._tables[fqn])
             vectors = _gather(self._tables[fqn], winners)
-            try:
-                fallback, exceptions = fallback_of(info, fallbacks.filter(pc.field("table_fqn") == fqn))
-            except ValueError as error:
-                where = f"{self._place}: {dump.directory}"
-                raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error
+            fallback, exceptions = fallback_of(self._place, dump, fqn, fallbacks)
             states[fqn] = EmbeddingState(fqn, info, keys, vectors, fallback, exceptions, hash_fns.get(fqn))
         return states
 
@@ -305,24 +307,21 @@ def _read(
     part = wanted[0][0].file
     # What is decoded, and copied from, stays in the cache, and in memory that was used before.
     at_once = max(1, _READ_BYTES // (4 * dim))
-    try:
-        with part.open() as file:
-            for group, which, rows in wanted:
-                asked, begin, taken = group.vectors_of(rows), 0, 0
-                for batch in file.iter_batches(
-                    at_once, row_groups=[group.index], columns=["embedding"], use_threads=False
-                ):
-                    found = fmt.vectors_of([batch["embedding"]], dim)
-                    last = int(np.searchsorted(asked, begin + len(found)))
-                    if last > taken:
-                        yield group, which[taken:last], found[asked[taken:last] - begin]
-                    begin, taken = begin + len(found), last
-                if begin != group.num_vectors:
-                    raise ValueError(
-                        f"row group {group.index} has {group.num_vectors} upserts and {begin} vectors"
-                    )
-    except ValueError as error:
-        raise DeltaLogError(f"{part}: {error}") from error
+    with part.open() as file:
+        for group, which, rows in wanted:
+            asked, begin, taken = group.vectors_of(rows), 0, 0
+            for batch in file.iter_batches(
+                at_once, row_groups=[group.index], columns=["embedding"], use_threads=False
+            ):
+                found = fmt.vectors_of([batch["embedding"]], dim)
+                last = int(np.searchsorted(asked, begin + len(found)))
+                if last > taken:
+                    yield group, which[taken:last], found[asked[taken:last] - begin]
+                begin, taken = begin + len(found), last
+            if begin != group.num_vectors:
+                raise ValueError(
+                    f"row group {group.index} has {group.num_vectors} upserts and {begin} vectors"
+                )
 
 
 def reading_threads() -> ThreadPoolExecutor:
@@ -336,19 +335,30 @@ def _nth_vector(upsert: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 def fallback_of(
-    info: TableInfo, rows: pa.Table
+    place: Place, dump: Manifest, fqn: str, rows: pa.Table
 ) -> tuple[NDArray[np.float32], dict[int, NDArray[np.float32]]]:
-    """The fallback row of each shard, and the vectors of ids that get another one.
+    """The fallback row of each shard of a table, and the vectors of ids that get another one.
+
+    Args:
+        place: of the log.
+        dump: one that covers the table.
+        fqn: the table.
+        rows: the dump's fallback rows, of all tables and ranks.
 
     Raises:
-        ValueError: a shard has none, or more than one; or there is one where every key has its own row.
+        DeltaLogError: a shard has none, or more than one; or there is one where every key has its own row.
     """
-    vectors = fmt.vectors_of(rows["embedding"].chunks, info.dim)
+    info, rows = dump.tables[fqn], rows.filter(pc.equal(rows["table_fqn"], fqn))
+    where = f"{place}: {dump.directory}: fallback rows of {fqn}"
+    try:
+        vectors = fmt.vectors_of(rows["embedding"].chunks, info.dim)
+    except ValueError as error:
+        raise DeltaLogError(f"{where}: {error}") from error
     special = rows["key_id"].is_valid().to_numpy()
     shards = rows["shard"].to_numpy()[~special]
     wanted = 0 if info.key_space == "row" else info.num_shards
     if sorted(shards.tolist()) != list(range(wanted)):
-        raise ValueError(f"of shards {sorted(shards.tolist())}, not of {wanted} shards from 0 on")
+        raise DeltaLogError(f"{where}: of shards {sorted(shards.tolist())}, not of {wanted} shards from 0 on")
     exceptions = zip(rows["key_id"].drop_null().to_pylist(), vectors[special], strict=True)
     return vectors[~special][np.argsort(shards)], dict(exceptions)
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from torchrec_ext.delta import format as fmt
 from torchrec_ext.delta.chain import void_dumps
-from torchrec_ext.delta.compaction import Progress, own_files, remove_own_files, remove_unfinished
+from torchrec_ext.delta.compaction import Progress, remove_unfinished
 from torchrec_ext.delta.generations import last_opened
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, Manifest
+from torchrec_ext.delta.own_files import own_files, remove_own_files
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ def vacuum(
         keep_seconds: dumps committed less than this long ago are kept; superseded ones, those that were
             superseded less than this long ago.
         keep_dumps: so are the last so many that are not superseded, however old.
-        grace_seconds: nothing goes before what takes its place has been there for so long: the time that
-            readers get to finish what they are reading.
+        grace_seconds: nothing goes before what takes its place has been there for so long. An engine that
+            reads the files itself has that long for those that it has listed; ``DeltaLog`` lists again.
         dry_run: only tell.
         progress: is called with how many bytes were removed, and how many will be.
 
@@ -137,14 +138,15 @@ class _Removal:
             and dump.directory not in going
             and since[dump.dump] <= limit
         ]
+        rows = {
+            name: [own for own in own_files(self._place, name) if own != MANIFEST_NAME] for name in self.void
+        }
+        self.void = [name for name in self.void if rows[name]]
         self.sizes: dict[tuple[str, str], int] = {}
         for name in self.whole:
             self._measure(name, own_files(self._place, name))
-        for name in [*self.void]:
-            rows = [own for own in own_files(self._place, name) if own != MANIFEST_NAME]
-            self._measure(name, rows)
-            if not rows:
-                self.void.remove(name)
+        for name in self.void:
+            self._measure(name, rows[name])
 
     def why_nothing(self, grace_seconds: float) -> str:
         """Why there is nothing to remove."""

@@ -12,12 +12,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.delta import format as fmt
+from torchrec_ext.delta.dump_file import DumpFile
 from torchrec_ext.delta.keys import NO_KEYS, last_places
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
-from torchrec_ext.delta.places import PlacedFile
 from torchrec_ext.delta.replay import reading_threads
-from torchrec_ext.errors import DeltaLogError
 
 Role = Literal["said", "before", "stray"]
 SAID: Role = "said"
@@ -42,7 +41,7 @@ class RowGroup:
         packed: which rows have a key that no later row of these dumps has, a bit per row; None: all.
     """
 
-    file: PlacedFile
+    file: DumpFile
     index: int
     rows: int
     role: Role = SAID
@@ -70,6 +69,7 @@ def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest], role: Role = SAID) -
     """The row groups of dumps, by table, in the order in which the rows were said.
 
     Raises:
+        VacuumedError: some dumps were removed since they were listed.
         DeltaLogError: a file is missing or damaged.
     """
     groups: dict[str, list[RowGroup]] = {}
@@ -78,9 +78,7 @@ def row_groups_of(log: DeltaLog, dumps: Sequence[Manifest], role: Role = SAID) -
             check = lambda part, dump=dump: log.checked_file(dump, part, fmt.PART_SCHEMA)  # noqa: E731
             for part in threads.map(check, dump.parts):
                 with part.open() as file:
-                    for index, fqn in fmt.row_groups(file):
-                        if fqn not in dump.tables:
-                            raise DeltaLogError(f"{part}: rows of {fqn}, which its manifest does not list")
+                    for index, fqn in part.row_groups(file):
                         rows = file.metadata.row_group(index).num_rows
                         groups.setdefault(fqn, []).append(RowGroup(part, index, rows, role))
     return groups

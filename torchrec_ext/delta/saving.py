@@ -21,7 +21,7 @@ _FORMAT = "format"
 
 
 def current_position(
-    base: LogPosition,
+    resumed_from: LogPosition,
     run_id: str,
     committer: Committer,
     followers: Followers,
@@ -31,7 +31,7 @@ def current_position(
     """Where a dumper stands whose writer has nothing to do; all ranks ask together.
 
     Args:
-        base: where it stood when training resumed.
+        resumed_from: where in the log training resumed; nowhere if it did not.
         run_id: of its run.
         committer: of this rank.
         followers: of the tables' modules and stores.
@@ -42,7 +42,7 @@ def current_position(
         CorruptTableError: a table of this rank contradicts itself.
     """
     dump = committer.last_committed
-    last = base if dump is None else LogPosition(dump, run_id)
+    last = resumed_from if dump is None else LogPosition(dump, run_id)
     if last.dump is None:
         return last
     unsaid = on_every_rank(committer.group, lambda: _unsaid(committer, followers, trackers))

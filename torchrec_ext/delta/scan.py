@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -18,7 +17,6 @@ from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest, TableInfo
 from torchrec_ext.delta.replay import fallback_of
 from torchrec_ext.delta.row_groups import BEFORE, SAID, STRAY, RowGroup, mark_latest, row_groups_of
-from torchrec_ext.errors import DeltaLogError
 
 T = TypeVar("T")
 _ROWS = 1 << 15  # in a piece
@@ -38,7 +36,8 @@ class Scan:
         before: with strays, all dumps before these, none of them void.
 
     Raises:
-        DeltaLogError: a file is missing or damaged.
+        VacuumedError: some dumps were removed since they were listed; also from its methods.
+        DeltaLogError: a file is missing or damaged; also from its methods.
     """
 
     def __init__(
@@ -82,15 +81,8 @@ class Scan:
                         upsert = pc.equal(rows["op"], fmt.UPSERT).to_numpy(zero_copy_only=False)
                         keep = upsert & latest
                         if keep.any():
-                            vectors = self._vectors(fqn, group, rows)
+                            vectors = fmt.vectors_of([rows["embedding"]], self._last.tables[fqn].dim)
                             yield fqn, rows["key_id"].to_numpy()[keep], vectors[keep[upsert]]
-
-    def _vectors(self, fqn: str, group: RowGroup, rows: pa.RecordBatch) -> NDArray[np.float32]:
-        """The vectors of the upserts among some rows, and of nothing else."""
-        try:
-            return fmt.vectors_of([rows["embedding"]], self._last.tables[fqn].dim)
-        except ValueError as error:
-            raise DeltaLogError(f"{group.file}: {error}") from error
 
     def deletes(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
         """Tables and keys int64 ``[n]`` that own no row any more; each key once."""
@@ -108,14 +100,10 @@ class Scan:
     def fallbacks(self) -> dict[str, tuple[TableInfo, NDArray[np.float32], dict[int, NDArray[np.float32]]]]:
         """Of each table the last dump covers: what it says of it, its fallback rows, its exceptions."""
         rows = self._log.rows_of(self._last, self._last.fallbacks, fmt.FALLBACK_SCHEMA)
-        found = {}
-        for fqn, info in self._last.tables.items():
-            try:
-                found[fqn] = (info, *fallback_of(info, rows.filter(pc.equal(rows["table_fqn"], fqn))))
-            except ValueError as error:
-                where = f"{self._log.place}: {self._last.directory}"
-                raise DeltaLogError(f"{where}: fallback rows of {fqn}: {error}") from error
-        return found
+        return {
+            fqn: (info, *fallback_of(self._log.place, self._last, fqn, rows))
+            for fqn, info in self._last.tables.items()
+        }
 
     def _keys(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.bool_]]]:
         for fqn, groups in self._groups.items():

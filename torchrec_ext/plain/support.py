@@ -20,11 +20,9 @@ _FUSED = {
 
 # Fused optimizers whose backward writes to the rows of its batch and to no other, with any weight decay.
 _MOVE_LOOKED_UP_ROWS_ONLY = {
-    "SGD",
     "EXACT_SGD",
     "LARS_SGD",
     "EXACT_ADAGRAD",
-    "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
     "ADAM",
     "PARTIAL_ROWWISE_ADAM",
@@ -72,8 +70,8 @@ def why_unsupported(
     """
     if kernel not in _FUSED and kernel is not EmbeddingComputeKernel.DENSE:
         return (
-            f"the kernel {kernel.value} keeps rows where they cannot be read while training goes on; "
-            "shard it with compute_kernel 'fused', 'fused_uvm', 'fused_uvm_caching' or 'dense'"
+            f"its rows are up to the kernel {kernel.value}, which is not looked into; shard it with "
+            "compute_kernel 'fused', 'fused_uvm', 'fused_uvm_caching' or 'dense'"
         )
     if data_type not in FLOATS:
         return f"its rows are {data_type.value}; use FP32, FP16 or BF16"

@@ -80,8 +80,9 @@ def publish(
         restart: write everything anew and take away what the log does not hold, wherever the sink stands.
         stop: ends it between two dumps; following, also while it waits.
         poll_seconds: how often to look for new dumps.
-        retry_seconds: how long to try again when the sink does not answer or, following, when the log
-            cannot be read as it is (a copy of it that is under way may have gaps).
+        retry_seconds: how long to try again when the sink does not answer, when ``vacuum`` removed what was
+            being read or, following, when the log cannot be read as it is (a copy of it that is under way
+            may have gaps).
         on_published: is called after each change.
         on_progress: is told, while a change is made, how many of how many rows have been read for it; a
             sink may read them more than once.
@@ -133,7 +134,7 @@ class _Publisher:
             except (SinkUnavailableError, DeltaLogError) as error:
                 now = time.monotonic()
                 failing_since = failing_since if failing_since is not None else now
-                # What vacuum removed while it was read stands in a base by now.
+                # What vacuum removed while it was read is in a base by now.
                 may_pass = follow or isinstance(error, (SinkUnavailableError, VacuumedError))
                 if not may_pass or now - failing_since >= retry_seconds:
                     raise

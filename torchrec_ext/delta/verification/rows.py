@@ -78,6 +78,8 @@ class DumpRows:
         where = f"{self._where}: {entry.name}"
         rows = file.read()
         self.rows += len(rows)
+        if self._lacks_values(where, rows, fmt.FALLBACK_SCHEMA):
+            return
         for fqn in rows["table_fqn"].unique().to_pylist():
             info = self._info(where, fqn)
             if info is None:
@@ -117,6 +119,8 @@ class DumpRows:
             names: set[str] = set()
             for batch in file.iter_batches(_ROWS, row_groups=[index]):
                 self.rows += len(batch)
+                if self._lacks_values(where, batch, fmt.PART_SCHEMA):
+                    continue
                 names |= set(batch["table_fqn"].unique().to_pylist())
                 for fqn in batch["table_fqn"].unique().to_pylist():
                     self._check_rows(where, entry.rank, fqn, batch.filter(pc.equal(batch["table_fqn"], fqn)))
@@ -141,6 +145,13 @@ class DumpRows:
         """The keys of a table that the dump says anything of."""
         pieces = [self.keys.get((fqn, op), []) for op in ops or (fmt.UPSERT, fmt.DELETE)]
         return np.concatenate([NO_KEYS, *(keys for piece in pieces for keys in piece)])
+
+    def _lacks_values(self, where: str, rows: pa.Table | pa.RecordBatch, schema: pa.Schema) -> bool:
+        """Whether there are rows of which nothing can be said, since a column that says it is null."""
+        lacking = [f.name for f in schema if not f.nullable and rows[f.name].null_count]
+        for name in lacking:
+            self._findings.add("schema", where, f"column {name} has nulls")
+        return bool(lacking)
 
     def _info(self, where: str, fqn: str) -> TableInfo | None:
         """What rows of a table can be compared with."""

@@ -53,6 +53,7 @@ def _listed(log: DeltaLog, findings: Findings) -> tuple[list[Manifest], dict[Dum
     with contextlib.suppress(DeltaLogError):
         chain, bases, _ = log.listing()
         return chain, bases
+    # It stops at the first fault, and all are to be told.
     manifests: dict[DumpId, Manifest] = {}
     bases = {}
     for name in log.entries():
@@ -205,7 +206,7 @@ class _Verifier:
         try:
             history = self._log.history(void)
         except (DeltaLogError, pa.ArrowException):
-            return  # is a finding already
+            return  # is a finding already, or vacuum took the rows
         for fqn in manifest.tables:
             missing = difference(history.said_of(fqn), rows.said_of(fqn))
             what = f"{fqn}: keys of dumps that it supersedes, of which it says nothing"
