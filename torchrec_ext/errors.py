@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CorruptTableError(RuntimeError):
     """A table's state contradicts itself: a row outside its shard, a row named twice, a non-finite vector."""
@@ -21,6 +23,19 @@ class DeltaLogError(RuntimeError):
 
 class MissingFileError(DeltaLogError):
     """A file of a dump is not there; the message names it."""
+
+
+class FileSchemaError(DeltaLogError):
+    """A file of a dump lacks columns of the format, or has them with another type.
+
+    Args:
+        file: what to call it.
+        faults: what is wrong with its columns, one by one.
+    """
+
+    def __init__(self, file: str, faults: Sequence[str]) -> None:
+        super().__init__(f"{file}: {'; '.join(faults)}")
+        self.faults = tuple(faults)
 
 
 class VacuumedError(DeltaLogError):

@@ -39,7 +39,7 @@ def on_every_rank(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
         result.append(work())
     except Exception as caught:
         error = caught
-    failures = gather(group, None if error is None else (type(error).__name__, str(error)))
+    failures = gather(group, None if error is None else (_kind_of(error), str(error)))
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
@@ -49,3 +49,10 @@ def on_every_rank(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
                 raise _KINDS[name](f"rank {rank}: {text}")
             raise RuntimeError(f"rank {rank}: {name}: {text}")
     return result[0]
+
+
+def _kind_of(error: Exception) -> str:
+    """The name of the kind that it may be raised as on other ranks; its own if there is none."""
+    return next(
+        (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), type(error).__name__
+    )

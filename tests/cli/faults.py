@@ -244,7 +244,10 @@ FAULTS: dict[str, Fault] = {
         "the manifest says 99",
     ),
     "column-missing": Fault(
-        part(lambda rows: rows.drop_columns(["source"])), "schema", f"{FIRST}: {PART}", "lacks the columns"
+        part(lambda rows: rows.drop_columns(["source"])),
+        "schema",
+        f"{FIRST}: {PART}",
+        "column source is missing",
     ),
     "column-of-another-type": Fault(
         part(lambda rows: rows.set_column(0, "global_step", rows["global_step"].cast(pa.float64()))),

@@ -309,6 +309,10 @@ def test_base_of_dumps_that_a_restart_made_void_meanwhile_is_given_up(writer: Lo
 
     with pytest.raises(DeltaLogError, match="given up: a run went back to a step before 30 meanwhile"):
         compact(writer.directory, progress=restart)
+    assert DeltaLog(writer.directory).bases() == []
+    check(writer)
+    compact(writer.directory)
+    vacuum(writer.directory, **NOW)
     assert not (writer.directory / "base_000000000030.g0000").exists()
     check(writer)
 

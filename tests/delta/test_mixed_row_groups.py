@@ -14,7 +14,8 @@ import pytest
 from tests.cli.faults import reseal
 from tests.support.logs import IDS, LogWriter, zch
 from tests.support.rounding import STORAGE_DTYPES
-from torchrec_ext.delta import DeltaLog, DeltaLogError, compact, replay, write_state
+from torchrec_ext.delta import DeltaLog, DeltaLogError, compact, replay, verify_log, write_state
+from torchrec_ext.publish import publish
 
 TABLES = {"mc.t0": zch(dim=5, num_shards=2), "mc.t1": zch(dim=1, num_shards=1)}
 
@@ -71,13 +72,50 @@ def test_row_group_with_more_or_fewer_vectors_than_upserts_is_an_error(
         DeltaLog(mixed.directory).replay()
 
 
+def _everybody_says(log: DeltaLog, scratch: Path, said: str, *, of_fallbacks: bool = False) -> None:
+    readers: list[Callable[[], object]] = [
+        log.replay,
+        log.keys,
+        lambda: compact(log),
+        lambda: publish(log, f"parquet://{scratch}.d"),
+    ]
+    if not of_fallbacks:
+        readers.append(lambda: write_state(log, scratch))
+    for read in readers:
+        with pytest.raises(DeltaLogError, match=said):
+            read()
+    assert not verify_log(log).clean
+
+
 def test_row_group_of_two_tables_is_an_error_that_names_the_file_whoever_reads_it(
     mixed: LogWriter, tmp_path: Path
 ) -> None:
     for path in sorted(mixed.directory.glob("*/part_*.parquet")):
         pq.write_table(pq.read_table(path), path)
         reseal(mixed.directory, path.parent.name, path.name)
-    log = DeltaLog(mixed.directory)
-    for read in (log.replay, log.keys, lambda: compact(log), lambda: write_state(log, tmp_path / "state")):
-        with pytest.raises(DeltaLogError, match=r"part_.*: row group 0 does not hold the rows of one table"):
-            read()
+    said = r"part_.*: row group 0 does not hold the rows of one table"
+    _everybody_says(DeltaLog(mixed.directory), tmp_path / "state", said)
+
+
+@pytest.mark.parametrize(
+    ("files", "column", "kind"),
+    [
+        ("part", "key_id", pa.string()),
+        ("part", "key_id", pa.int32()),
+        ("part", "op", pa.binary()),
+        ("part", "embedding", pa.string()),
+        ("part", "embedding", pa.list_(pa.float64())),
+        ("fallback", "embedding", pa.string()),
+        ("fallback", "shard", pa.string()),
+    ],
+)
+def test_column_of_another_type_is_an_error_that_names_the_file_whoever_reads_it(
+    mixed: LogWriter, tmp_path: Path, files: str, column: str, kind: pa.DataType
+) -> None:
+    for path in sorted(mixed.directory.glob(f"*/{files}_*.parquet")):
+        rows = pq.read_table(path)
+        at = rows.column_names.index(column)
+        pq.write_table(rows.set_column(at, column, pa.nulls(len(rows), kind)), path)
+        reseal(mixed.directory, path.parent.name, path.name)
+    said = rf"{files}_.*: column {column} is .*, not "
+    _everybody_says(DeltaLog(mixed.directory), tmp_path / "state", said, of_fallbacks=files == "fallback")

@@ -205,18 +205,20 @@ def run(reader: Reader, tmp_path: Path, at: tuple[int, ...], *, remote: bool) ->
     return striker
 
 
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("reader", [*OF_STATES, *OF_STEPS, *OF_OTHERS])
-def test_everybody_finds_a_state_that_was(
-    tmp_path: Path, reader: Reader, remote: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchrec_ext.publish.publisher._FIRST_WAIT", 0.001)
+@pytest.mark.parametrize(
+    ("reader", "remote"),
+    [
+        *[(reader, False) for reader in (*OF_STATES, *OF_STEPS, *OF_OTHERS)],
+        *[(reader, True) for reader in (replayed, compacted, vacuumed, published, verified)],
+    ],
+)
+def test_everybody_finds_a_state_that_was(tmp_path: Path, reader: Reader, remote: bool) -> None:
     count = run(reader, tmp_path / "undisturbed", (), remote=remote).count
     assert count > 3
     for number in range(count):
         assert run(reader, tmp_path / f"{number}", (number,), remote=remote).struck == 1
     # And again and again, while it begins anew.
-    for number in range(1, count, 7):
+    for number in range(1, count, 11):
         at = tuple(range(number, 5 * count, max(3, count // 2)))[:5]
         run(reader, tmp_path / f"{number}.again", at, remote=remote)
 
@@ -266,5 +268,5 @@ def test_trainer_resumes(tmp_path: Path, with_state: bool, remote: bool) -> None
     count = resume("undisturbed", ()).count
     for number in range(count):
         assert resume(f"{number}", (number,)).struck == 1
-    for number in range(1, count, 7):
+    for number in range(1, count, 11):
         resume(f"{number}.again", range(number, 5 * count, 9))

@@ -329,20 +329,18 @@ class _Compaction:
         return base
 
     def _check_still_counts(self, last: Manifest) -> None:
-        """Checks that the dump which the base would stand for counts; else takes back what was written."""
+        """Checks that the dump which the base would stand for counts.
+
+        If not, what was written is left to ``vacuum``: where nothing can be locked another process may be
+        about to commit the same files.
+        """
         listing = self._log.listing()
-        try:
-            check_listed(self._place, last, listing)
-            if last.dump in void_dumps(listing.chain) or last not in listing.chain:
-                raise DeltaLogError(
-                    f"{self._folder} was given up: a run went back to a step before {last.step} meanwhile. "
-                    "Compact again"
-                )
-        except DeltaLogError:
-            # Where nothing can be locked another process may have committed it, and vacuum relied on it.
-            if not self._place.has(self._folder, MANIFEST_NAME):
-                remove_own_files(self._place, self._folder)
-            raise
+        check_listed(self._place, last, listing)
+        if last.dump in void_dumps(listing.chain) or last not in listing.chain:
+            raise DeltaLogError(
+                f"{self._folder} was given up: a run went back to a step before {last.step} meanwhile. "
+                "Compact again"
+            )
 
     def _advance(self, rows: int) -> None:
         if self._progress is not None:

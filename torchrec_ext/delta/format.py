@@ -308,3 +308,20 @@ def storage_of(file: pq.ParquetFile) -> StorageDtype:
         if pa.types.is_list(kind) and kind.value_type == element:
             return storage_dtype
     raise ValueError(f"embedding is {kind}")
+
+
+def schema_faults(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
+    """What is wrong with a file's columns; vectors may be stored in any way that is known."""
+    found = file.schema_arrow
+    faults = []
+    with contextlib.suppress(KeyError, ValueError):
+        embedding = schema.get_field_index("embedding")
+        stored = part_schema(storage_of(file)).field("embedding").type
+        schema = schema.set(embedding, schema.field("embedding").with_type(stored))
+    for field in schema:
+        place = found.get_field_index(field.name)
+        if place < 0:
+            faults.append(f"column {field.name} is missing")
+        elif found.field(place).type != field.type:
+            faults.append(f"column {field.name} is {found.field(place).type}, not {field.type}")
+    return faults

@@ -21,7 +21,7 @@ from torchrec_ext.delta.listing import Listing, committed_names, entry_names, li
 from torchrec_ext.delta.manifest import DumpId, FileEntry, Manifest
 from torchrec_ext.delta.places import Place, open_place
 from torchrec_ext.delta.replay import EmbeddingState, KeyFilter, Part, Replay, reading_threads
-from torchrec_ext.errors import DeltaLogError, VacuumedError
+from torchrec_ext.errors import DeltaLogError, FileSchemaError, VacuumedError
 
 T = TypeVar("T")
 
@@ -342,11 +342,11 @@ class DeltaLog:
         if (dump.directory, entry.name) not in self._verified:
             found.check(entry.nbytes, entry.crc32)
         with found.open() as file:
-            num_rows, columns = file.metadata.num_rows, set(file.schema_arrow.names)
+            num_rows, faults = file.metadata.num_rows, fmt.schema_faults(file, schema)
         if num_rows != entry.rows:
             raise DeltaLogError(f"{found} holds {num_rows} rows, the manifest says {entry.rows}")
-        if missing := set(schema.names) - columns:
-            raise DeltaLogError(f"{found} lacks the columns {sorted(missing)}")
+        if faults:
+            raise FileSchemaError(str(found), faults)
         self._verified.add((dump.directory, entry.name))
         return found
 

@@ -19,7 +19,7 @@ from torchrec_ext.delta.chain import branch_of, without_superseded
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.delta.places import Place
-from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError, VacuumedError
+from torchrec_ext.errors import DeltaLogError, PublishError, SinkUnavailableError
 from torchrec_ext.publish.changes import Change, OnDelete, position_of
 from torchrec_ext.publish.served import Position
 from torchrec_ext.publish.sink import Sink, open_sink
@@ -80,9 +80,8 @@ def publish(
         restart: write everything anew and take away what the log does not hold, wherever the sink stands.
         stop: ends it between two dumps; following, also while it waits.
         poll_seconds: how often to look for new dumps.
-        retry_seconds: how long to try again when the sink does not answer, when ``vacuum`` removed what was
-            being read or, following, when the log cannot be read as it is (a copy of it that is under way
-            may have gaps).
+        retry_seconds: how long to try again when the sink does not answer or, following, when the log
+            cannot be read as it is (a copy of it that is under way may have gaps).
         on_published: is called after each change.
         on_progress: is told, while a change is made, how many of how many rows have been read for it; a
             sink may read them more than once.
@@ -130,12 +129,11 @@ class _Publisher:
         self._restart = restart
         while True:
             try:
-                position, progress = self._publish_next()
+                position, progress = self._log.undisturbed(self._publish_next)
             except (SinkUnavailableError, DeltaLogError) as error:
                 now = time.monotonic()
                 failing_since = failing_since if failing_since is not None else now
-                # What vacuum removed while it was read is in a base by now.
-                may_pass = follow or isinstance(error, (SinkUnavailableError, VacuumedError))
+                may_pass = follow or isinstance(error, SinkUnavailableError)
                 if not may_pass or now - failing_since >= retry_seconds:
                     raise
                 wait = next(waits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 
 import numpy as np
@@ -18,23 +17,6 @@ from torchrec_ext.delta.verification.findings import Check, Findings
 from torchrec_ext.zch.routing import NO_ID
 
 _ROWS = 1 << 15  # in a piece
-
-
-def schema_faults(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
-    """What is wrong with a file's columns; vectors may be stored in any way that is known."""
-    found = file.schema_arrow
-    faults = []
-    with contextlib.suppress(KeyError, ValueError):
-        embedding = schema.get_field_index("embedding")
-        stored = fmt.part_schema(fmt.storage_of(file)).field("embedding").type
-        schema = schema.set(embedding, schema.field("embedding").with_type(stored))
-    for field in schema:
-        place = found.get_field_index(field.name)
-        if place < 0:
-            faults.append(f"column {field.name} is missing")
-        elif found.field(place).type != field.type:
-            faults.append(f"column {field.name} is {found.field(place).type}, not {field.type}")
-    return faults
 
 
 class DumpRows:

@@ -15,8 +15,8 @@ from torchrec_ext.delta.keys import NO_KEYS, Keys, difference, union
 from torchrec_ext.delta.log import DeltaLog
 from torchrec_ext.delta.manifest import MANIFEST_NAME, DumpId, FileEntry, Manifest, TableInfo
 from torchrec_ext.delta.verification.findings import Check, Findings, Verification
-from torchrec_ext.delta.verification.rows import DumpRows, schema_faults
-from torchrec_ext.errors import DeltaLogError, VacuumedError
+from torchrec_ext.delta.verification.rows import DumpRows
+from torchrec_ext.errors import DeltaLogError, FileSchemaError, VacuumedError
 
 _NAMED = re.compile(r"((?:step|base)_\d+\.g\d+(?:: \S+\.(?:parquet|json))?):? (.*)", re.DOTALL)
 
@@ -180,16 +180,15 @@ class _Verifier:
                 return False  # vacuum takes them
             self._log.checked_file(manifest, entry, schema)
             with self._log.opened(manifest, entry) as file:
-                if faults := schema_faults(file, schema):
-                    for fault in faults:
-                        self._findings.add("schema", where, fault)
-                    return False
                 (rows.check_part if schema is fmt.PART_SCHEMA else rows.check_fallbacks)(entry, file)
         except VacuumedError:
             raise
+        except FileSchemaError as error:
+            for fault in error.faults:
+                self._findings.add("schema", where, fault)
+            return False
         except DeltaLogError as error:
-            check: Check = "schema" if "lacks the columns" in str(error) else "file"
-            _add(self._findings, check, error, where, self._log)
+            _add(self._findings, "file", error, where, self._log)
             return False
         except (pa.ArrowException, OSError, ValueError) as error:
             self._findings.add("file", where, f"cannot be read: {error}")
