@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,10 +42,20 @@ def redis_server() -> Iterator[str]:
             server = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL)
             at_the_end.callback(server.wait)
             at_the_end.callback(server.terminate)
+            wait_until_it_listens(f"{directory}/redis.sock", server)
             url = [f"unix://{directory}/redis.sock"]
         dist.broadcast_object_list(url)
         yield url[0]
         dist.barrier()  # nobody asks it any more
+
+
+def wait_until_it_listens(path: str, server: subprocess.Popen[bytes]) -> None:
+    """Returns when a server is there at a unix socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        while client.connect_ex(path) != 0:
+            if server.poll() is not None:
+                raise RuntimeError(f"redis-server ended with exit code {server.returncode}")
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager

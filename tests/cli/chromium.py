@@ -67,7 +67,7 @@ def open_page(page: Path, scratch: Path, *options: str, screenshot: Path | None 
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     console = re.findall(r"CONSOLE[:(].*", done.stderr)

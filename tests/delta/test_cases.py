@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -742,21 +743,33 @@ def test_a_dump_that_was_interrupted_loses_nothing(max_pending_bytes: int | None
 
 
 def _stall() -> None:
-    seconds = 0.05
+    training_waits = threading.Event()
+    waited, took, results = [], [], []
 
     def slow(descriptor: int) -> None:
-        threading.Event().wait(seconds)
+        assert training_waits.wait(240)
+        if len(waited) == 1:
+            threading.Event().wait(0.05)
+            waited.append(time.perf_counter())
 
-    options = {"max_pending": 1, "interval_steps": 1}
-    with replaced_fsync(slow), Session(one_table(eviction_interval=1), **options) as session:
-        results = []
-        for step in range(1, 5):
-            session.lookup(_rows_of([step])).backward()
-            results.append(session.dumper.step(step))
-        session.dumper.flush()
+    def heard(message: str) -> None:
+        if "training waits" in message and not waited:
+            waited.append(time.perf_counter())
+            training_waits.set()
+
+    with Session(one_table(eviction_interval=1), max_pending=1, interval_steps=1) as session:
+        with log_of("torchrec_ext.delta.writer", heard), replaced_fsync(slow):
+            for step in range(1, 5):
+                session.lookup(_rows_of([step])).backward()
+                began = time.perf_counter()
+                results.append(session.dumper.step(step))
+                took.append(time.perf_counter() - began)
+            session.dumper.flush()
         stalls = [dump.stats[dist.get_rank()].stall_seconds for dump in session.log.dumps()]
     assert stalls == [result.stall_seconds for result in results]
-    assert stalls[0] < seconds < stalls[2], "the third dump waits until the first one's files are synced"
+    assert all(stall <= seconds for stall, seconds in zip(stalls, took, strict=True))
+    began, ended = waited
+    assert stalls[1] > ended - began, "the second dump waits until the first one's files are synced"
 
 
 @ranks

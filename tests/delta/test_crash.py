@@ -105,7 +105,7 @@ def test_killed_run_leaves_complete_dumps_and_the_next_run_continues_them(
     left_uncommitted = 0
     duration = 0.05
     committed: list[DumpId] = []
-    for run in range(kills):
+    for run in range(3 * kills):  # more than ``kills`` where hardly one of them hits a dump
         victim = int(rng.integers(world_size))
         with MortalRanks(world_size, tmp_path / f"meet{run}", _train_and_dump, directory, run) as ranks:
             for rank in range(world_size):
@@ -117,16 +117,19 @@ def test_killed_run_leaves_complete_dumps_and_the_next_run_continues_them(
             else:
                 duration = _kill_in_a_later_dump(ranks, victim, rng.uniform(0, 1.2))
 
-            log = DeltaLog(directory)
-            dumps = log.dumps()
-            assert [dump.dump for dump in dumps[: len(committed)]] == committed
-            for dump in dumps[len(committed) :]:
-                assert dump.generation == generation
-                assert len(log.read(dump.step, generation)) == dump.rows
-            committed = [dump.dump for dump in dumps]
-            left_uncommitted += len(_uncommitted(directory))
+        # Only now are all of them gone: a survivor may have committed a dump until then.
+        log = DeltaLog(directory)
+        dumps = log.dumps()
+        assert [dump.dump for dump in dumps[: len(committed)]] == committed
+        for dump in dumps[len(committed) :]:
+            assert dump.generation == generation
+            assert len(log.read(dump.step, generation)) == dump.rows
+        committed = [dump.dump for dump in dumps]
+        left_uncommitted += len(_uncommitted(directory))
+        if run + 1 >= kills and left_uncommitted > kills // 4:
+            break
 
-    print(f"{left_uncommitted} of {kills} kills left a dump uncommitted")
+    print(f"{left_uncommitted} of {run + 1} kills left a dump uncommitted")
     assert left_uncommitted > kills // 4, "hardly a kill hit a dump: the test proves little"
     assert set(DeltaLog(directory).replay()) == {"mc.t0"}
 
@@ -215,7 +218,7 @@ def test_dump_whose_manifest_does_not_fit_on_the_disk_is_not_committed(
 
 def _step_until_told(directory: Path) -> int:
     model = build(SPEC)
-    with DeltaDumper(model, directory, interval_steps=10**6) as dumper:
+    with DeltaDumper(model, directory, interval_steps=10**12) as dumper:
         _train_some(model, 1)
         step = 1
         with full_disk():
@@ -320,7 +323,7 @@ def _dump_faster_than_the_disk(directory: Path, limits: dict[str, int], dumps: i
     disk_goes_on = threading.Event()
 
     def fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
-        assert disk_goes_on.wait(60)
+        assert disk_goes_on.wait(240)
         fsync(descriptor)
 
     def heard(message: str) -> None:
@@ -494,7 +497,7 @@ def test_a_process_ends_as_it_would_without_a_dumper(tmp_path: Path, how: str, c
             [sys.executable, "-W", "ignore", "-c", _SCRIPT, how, str(tmp_path / f"meeting{attempt}")],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == code, done.stderr
         assert ("ValueError: mine" in done.stderr) == (how == "exception")

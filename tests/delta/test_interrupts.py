@@ -59,7 +59,7 @@ class CtrlC:
             self._events.directory = None
             if self._at_once:
                 self.press()
-            assert self.caught.wait(60), "training must come free though the disk is slow"
+            assert self.caught.wait(240), "training must come free though the disk is slow"
 
 
 def _dump(dumper: DeltaDumper, step: int, ctrl_c: CtrlC | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing as mp
+import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -396,6 +397,13 @@ def _write_for_ever(name: str, pipe: Connection) -> None:
     pipe.send(step)
 
 
+def _wait_for_changes(store: LocalStore) -> None:
+    """Returns once ``_write_for_ever`` has done all that it does in turn: each is one change of the store."""
+    after = store.clock + 8
+    while store.clock < after:
+        os.sched_yield()
+
+
 def test_a_process_that_writes_without_a_dumper_is_seen(tmp_path: Path, shared_name: str) -> None:
     tables = (DENSE, RecTable("dynamic", ("g",), rows=200, dynamic=DYNAMIC.dynamic))
     with Session(tmp_path, tables, SharedMemoryStore(shared_name), max_pending_bytes=1) as session:
@@ -403,6 +411,7 @@ def test_a_process_that_writes_without_a_dumper_is_seen(tmp_path: Path, shared_n
         start_process(_write_for_ever, shared_name, theirs)
         assert ours.recv() == "under way"
         for _ in range(15):
+            _wait_for_changes(session.store)
             assert session.dump()
         ours.send("stop")
         assert ours.recv() > 20

@@ -118,7 +118,7 @@ def written(log: DeltaLog, scratch: Path) -> State:
 def published(log: DeltaLog, _: Path) -> tuple[int, State]:
     sink = Memory()
     with contextlib.suppress(PublishError):  # it stands at a dump that is gone by now
-        publish(log, sink)
+        publish(log, sink, retry_seconds=600.0)
     position = sink.position()
     assert position is not None
     return position.step, sink.rows

@@ -32,7 +32,7 @@ STANDS_FOR = {
 }
 """What stands in commands for something of the reader's own, and what is there when they are run."""
 
-_READY_SECONDS = 60
+_READY_SECONDS = 240
 
 
 def run_shell(text: str, where: str, checkout: Path, output: IO[str]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from tests.support import lines
 from torchrec_ext.publish import open_sink, publish
 
 _TRACED = (
@@ -25,25 +24,7 @@ def at_line(number: int, then: Callable[[], None], do: Callable[[], Any]) -> int
 
 def at_lines(chosen: Callable[[int], bool], then: Callable[[], None], do: Callable[[], Any]) -> int:
     """The same before each line whose number is chosen; what ``then`` runs does not count."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.endswith(_TRACED):
-            return None
-        if event == "line":
-            count += 1
-            if chosen(count):
-                then()
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        do()
-    finally:
-        sys.settrace(before)
-    return count
+    return lines.at_lines(_TRACED, chosen, then, do)
 
 
 def kill_this_process() -> None:

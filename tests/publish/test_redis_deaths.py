@@ -27,15 +27,19 @@ pytest.importorskip("redis", reason="the extra redis is not installed")
 DEATHS = 30
 
 
-def publish_and_die(directory: str, deaths: dict[str, int]) -> None:
-    """Publishes to each URL in a fork of its own, which is killed before it runs so many lines."""
-    publish_one_by_one(directory, f"{next(iter(deaths))}w")  # what it imports is then there in each fork
-    for url, line in deaths.items():
+def publish_and_die(directory: str, urls: list[str]) -> None:
+    """Publishes to each URL in a fork of its own, which is killed before one of its lines; prints which."""
+    publish_one_by_one(directory, f"{urls[0]}i")  # what it imports is then there in each fork
+    # Counted here: in a process that logs other things, or nothing, there are others.
+    lines = at_line(-1, lambda: None, partial(publish_one_by_one, directory, f"{urls[0]}n"))
+    deaths = random.Random(0).sample(range(1, lines), len(urls))
+    for url, line in zip(urls, deaths, strict=True):
         pid = os.fork()
         if pid == 0:
             at_line(line, kill_this_process, partial(publish_one_by_one, directory, url))
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, url
+    print(json.dumps(deaths))
 
 
 def state(server: RedisServer, prefix: str) -> dict[bytes, Any]:
@@ -70,22 +74,18 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> LogWriter:
 
 
 def test_publisher_killed_anywhere_is_completed_by_the_next(server: RedisServer, writer: LogWriter) -> None:
-    url = f"{server.url}?prefix=whole"
-    open_sink(url)  # imports what it needs: those lines do not count
-    lines = at_line(-1, lambda: None, lambda: publish_one_by_one(writer.directory, url))
+    publish_one_by_one(writer.directory, f"{server.url}?prefix=whole")
     expected = state(server, "whole")
     positions = set()
-    deaths = {
-        f"{server.url}?prefix=died{line}": line for line in random.Random(0).sample(range(1, lines), DEATHS)
-    }
+    urls = [f"{server.url}?prefix=died{number}" for number in range(DEATHS)]
     # Of a process without torch, which forks in milliseconds.
-    code = f"from {__name__} import publish_and_die; publish_and_die({str(writer.directory)!r}, {deaths})"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    for url, line in deaths.items():
+    code = f"from {__name__} import publish_and_die; publish_and_die({str(writer.directory)!r}, {urls})"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    for number, (url, line) in enumerate(zip(urls, json.loads(done.stdout), strict=True)):
         with open_sink(url) as sink:
             positions.add(sink.position())
         publish_one_by_one(writer.directory, url)
-        assert state(server, f"died{line}") == expected, f"killed before line {line}"
+        assert state(server, f"died{number}") == expected, f"killed before line {line}"
         with EmbeddingClient(url) as client:
             check(client, writer)
     assert len(positions) > 2, "it always died in the same dump"

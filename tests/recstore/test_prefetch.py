@@ -240,7 +240,7 @@ def test_handles_that_are_released_before_their_turn_are_never_read() -> None:
     store = Held()
     ahead = collection(store)
     handles = [ahead.issue_fused_prefetch(keyed([[[1]], [[2]], [[3]]], FEATURES)) for _ in range(20)]
-    assert store.started.acquire(timeout=60)
+    assert store.started.acquire(timeout=240)
     for handle in handles[:-1]:
         handle.release()
     store.goes_on.set()
@@ -331,7 +331,7 @@ class Held(Watched):
 
     def pull_many(self, requests: Sequence[tuple[str, torch.Tensor]], **options: Any) -> list[Rows]:
         self.started.release()
-        assert self.goes_on.wait(timeout=60)
+        assert self.goes_on.wait(timeout=240)
         return super().pull_many(requests, **options)
 
 

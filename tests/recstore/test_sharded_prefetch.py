@@ -133,8 +133,8 @@ class Overlapping(InterfaceOnly):
     def update_many(self, *args: Any, step: int, **kwargs: Any) -> None:
         if step not in self._overlapped:
             if step == 1:
-                assert self._pulled.acquire(timeout=30)  # of step 1 itself
-            self._overlapped[step] = self._pulled.acquire(timeout=30)
+                assert self._pulled.acquire(timeout=240)  # of step 1 itself
+            self._overlapped[step] = self._pulled.acquire(timeout=240)
         assert self._overlapped[step]
         self.behind.update_many(*args, step=step, **kwargs)
 

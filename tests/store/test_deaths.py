@@ -37,7 +37,7 @@ from torchrec_ext.store.places import TURN_NAME, Directory
 
 DENSE = [DenseTable("a", 4, 6, initializer=Constant(1.0)), DenseTable("b", 8, 6, initializer=Constant(2.0))]
 LATER = [DenseTable("c", 4, 6, initializer=Constant(3.0)), DynamicTable("d", 16, 6)]
-WAIT_SECONDS = 60
+WAIT_SECONDS = 240
 
 
 def ids(*keys: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.ports import Port
 from torchrec_ext.cli import main
 from torchrec_ext.errors import StoreError, TableFullError
 from torchrec_ext.store import (
@@ -78,12 +80,19 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+def address(stack: ExitStack) -> str:
+    """Where one server after another can listen."""
+    port = Port()
+    stack.callback(port.release)
+    return f"grpc://127.0.0.1:{port.number}"
+
+
 class ServerProcess:
     """A server in a process of its own, started by the command."""
 
-    def __init__(self, directory: Path, **env: str) -> None:
+    def __init__(self, directory: Path, url: str, **env: str) -> None:
         ready = directory / "ready"
-        options = ["--listen", "grpc://127.0.0.1:0", "--ready-file", str(ready)]
+        options = ["--listen", url, "--ready-file", str(ready)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchrec_ext.cli", "serve-store", str(directory / "store"), *options],
             stdout=subprocess.PIPE,
@@ -108,8 +117,8 @@ Requests = Sequence[tuple[str, torch.Tensor]]
 
 
 @contextmanager
-def server_process(directory: Path, **env: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(directory, **env)
+def server_process(directory: Path, url: str = "grpc://127.0.0.1:0", **env: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(directory, url, **env)
     with server.process:  # closes its output
         try:
             yield server
@@ -420,14 +429,45 @@ def asked(store: RemoteStore) -> Iterator[list[str]]:
         del store._servers.ask
 
 
+@contextmanager
+def held_up(server: StoreServer, store: RemoteStore, op: str) -> Iterator[None]:
+    """A request arrives, and is not answered before its time is over; others have all the time they need."""
+    arrived, goes_on = threading.Event(), threading.Event()
+    handlers = server._flight._requests._handlers
+    handler, ask = handlers[op], store._servers.ask
+
+    def late(args: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+        arrived.set()
+        goes_on.wait(600)
+        return handler(args, tensors)
+
+    def impatient(asked: str, *args: Any, **kwargs: Any) -> Any:
+        if asked != op:
+            return ask(asked, *args, **kwargs)
+        while True:  # one whose time was over before it arrived was never asked
+            try:
+                return ask(asked, *args, **{**kwargs, "timeout": 0.5})
+            except StoreError:
+                if arrived.is_set():
+                    raise
+
+    handlers[op], store._servers.ask = late, impatient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        handlers[op] = handler
+        del store._servers.ask
+        goes_on.set()
+
+
 def test_the_only_writer_asks_about_rows_that_may_have_been_written() -> None:
     local = MemoryStore()
     server = StoreServer(local)
-    with RemoteStore([server.url], timeout=0.5, writers="one") as store:
+    with RemoteStore([server.url], writers="one") as store:
         store.create_tables(TABLES, SGD(1.0))
         (held,) = store.pull_many([("dense", ids(5))])
         before = local.clock
-        with local._state.locked(exclusive=True), pytest.raises(StoreError, match="did not answer"):
+        with held_up(server, store, "update_many"), pytest.raises(StoreError, match="did not answer"):
             store.update("dense", ids(5), torch.ones(1, 4))
         while local.clock == before:  # the server goes on by itself
             local.pull("dense", ids(5))
@@ -443,10 +483,8 @@ def test_the_only_writer_asks_about_rows_that_it_may_have_restored() -> None:
         snapshot = store.snapshot()
         store.update("dense", ids(5), torch.ones(1, 4))
         (held,) = store.pull_many([("dense", ids(5))])
-        store._bulk_timeout = 0.5
         before = local.clock
-        # Changes alone have to wait: a restore asks for the tables first.
-        with server._flight._requests._changing, pytest.raises(StoreError, match="did not answer"):
+        with held_up(server, store, "restore"), pytest.raises(StoreError, match="did not answer"):
             store.restore(snapshot)
         while local.clock == before:  # the server goes on by itself
             local.pull("dense", ids(5))
@@ -474,7 +512,7 @@ def test_rows_that_were_read_ahead_and_dropped_take_no_memory(stack: ExitStack) 
 
 
 def test_a_table_may_have_another_size_after_a_restart(stack: ExitStack) -> None:
-    first = StoreServer(MemoryStore())
+    first = StoreServer(MemoryStore(), address(stack))
     store = stack.enter_context(RemoteStore([first.url], writers="one"))
     store.create_tables([DenseTable("a", 4, 3)], SGD(1.0))
     held = store.pull_many([("a", ids(2))], ahead=True)
@@ -544,8 +582,9 @@ def test_whatever_reads_sees_the_updates_that_nobody_waited_for(stack: ExitStack
 def test_a_server_that_was_killed_is_named_and_found_again_with_its_rows(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    with server_process(tmp_path) as first:
-        url = first.url
+    url = address(stack)
+    with server_process(tmp_path, url) as first:
+        assert first.url == url
         store = stack.enter_context(RemoteStore([url]))
         store.create_tables(TABLES, AdaGrad(0.5))
         store.update("dense", ids(5, 6), torch.ones(2, 4))
@@ -570,7 +609,7 @@ def test_a_server_that_was_killed_is_named_and_found_again_with_its_rows(
 
 
 def test_a_restart_that_nobody_noticed_is_told_once(stack: ExitStack, tmp_path: Path) -> None:
-    first = StoreServer(FileStore(tmp_path))
+    first = StoreServer(FileStore(tmp_path), address(stack))
     store = stack.enter_context(RemoteStore([first.url]))
     store.create_tables(TABLES, SGD(1.0))
     held = store.pull_many([("dense", ids(5, 6))])
@@ -583,7 +622,7 @@ def test_a_restart_that_nobody_noticed_is_told_once(stack: ExitStack, tmp_path: 
 
 
 def test_rows_read_before_a_restart_are_never_taken_for_later_ones(stack: ExitStack) -> None:
-    first = StoreServer(MemoryStore())
+    first = StoreServer(MemoryStore(), address(stack))
     store = stack.enter_context(RemoteStore([first.url], writers="one"))
     store.create_tables(TABLES, SGD(1.0))
     store.update("dense", ids(5), torch.ones(1, 4))

@@ -180,7 +180,7 @@ def snapshots_between(store: Store, updated: threading.Event | Event) -> list[St
     """Snapshots while others update, and each time have since the one before."""
     snapshots = []
     for _ in range(SNAPSHOTS):
-        assert updated.wait(timeout=60)
+        assert updated.wait(timeout=240)
         updated.clear()
         snapshots.append(store.snapshot())
     return snapshots

@@ -55,6 +55,19 @@ def log_of(name: str, heard: Callable[[str], None]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Returns once SIGSTOP has come to all threads of a process: one may be in a system call."""
+    while not all(_state(task) == "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        os.sched_yield()
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return "T"
+
+
 class MortalRanks:
     """Processes joined by gloo that tell us what they do until they are killed.
 
@@ -81,7 +94,7 @@ class MortalRanks:
 
     def hear(self, rank: int) -> tuple[Any, ...]:
         """The next message of a rank."""
-        if not self._pipes[rank].poll(120):
+        if not self._pipes[rank].poll(240):
             raise AssertionError(f"rank {rank} is silent")
         try:
             message = self._pipes[rank].recv()
@@ -102,6 +115,8 @@ class MortalRanks:
         """Makes all ranks stand still (SIGSTOP), wherever they are."""
         for process in self._processes:
             os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+        for process in self._processes:
+            wait_until_stopped(process.pid)  # type: ignore[arg-type]
 
     def wake(self) -> None:
         """Lets all ranks go on."""

@@ -140,7 +140,7 @@ class SteppedRun:
             self._listen()
 
     def _listen(self) -> None:
-        kind, what = self._told.get(timeout=120)
+        kind, what = self._told.get(timeout=240)
         assert kind != "failed", what
         if kind == "done":
             self.outcome = what

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from pyarrow.fs import FileSystem
 
+from tests.support.faults import wait_until_stopped
 from tests.support.trainers import Trainer
 from tests.support.workers import start_process
 from torchrec_ext.delta import DeltaDumper, FencedError
@@ -156,8 +157,7 @@ class Sleeper:
         if message[0] != "asleep":
             self.outcome = message
             return None
-        while self._state() != "T":
-            os.sched_yield()
+        wait_until_stopped(self._pid)
         return message[1:]
 
     def wake(self) -> tuple[str, str]:
@@ -174,9 +174,6 @@ class Sleeper:
     def _pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
-
-    def _state(self) -> str:
-        return Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _serve_sleeper(pipe: Connection) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import Port
+
 BINARY = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(
     BINARY is None, reason="redis-server is not installed: apt-get install redis-server"
 )
-_READY_SECONDS = 30
+_READY_SECONDS = 120
 
 
 class RedisServer:
@@ -37,6 +38,7 @@ class RedisServer:
         self.socket = self.directory / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._options = options
+        self._port: Port | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -53,13 +55,14 @@ class RedisServer:
             check=True,
             capture_output=True,
         )
-        (port,) = _free_ports(1)
+        port = Port()
         files = [f"--tls-{name}-file" for name in ("cert", "key", "ca-cert")]
         paths = [str(certificate), str(key), str(certificate)]
         options = [word for pair in zip(files, paths, strict=True) for word in pair]
-        server = cls(directory, "--tls-port", str(port), "--tls-auth-clients", "no", *options)
-        server._owned = True
-        server.url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        options += ["--tls-port", str(port.number), "--bind", "127.0.0.1", "--tls-auth-clients", "no"]
+        server = cls(directory, *options)
+        server._owned, server._port = True, port
+        server.url = f"rediss://127.0.0.1:{port.number}/0?ssl_ca_certs={certificate}"
         return server
 
     def start(self) -> None:
@@ -110,6 +113,8 @@ class RedisServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+        if self._port is not None:
+            self._port.release()
         if self._owned:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -122,13 +127,15 @@ class RedisCluster:
 
         assert BINARY is not None
         self._directory = Path(tempfile.mkdtemp(prefix="trx-cluster-"))
-        ports = _free_ports(4)
+        self._ports = [Port() for _ in range(4)]
+        ports = [port.number for port in self._ports]
         self._processes = []
         for number in range(2):
             path = self._directory / str(number)
             path.mkdir()
             arguments = ["--port", str(ports[number]), "--cluster-port", str(ports[2 + number])]
             arguments += ["--bind", "127.0.0.1", "--cluster-enabled", "yes", "--dir", str(path), "--save", ""]
+            arguments += ["--cluster-node-timeout", "600000"]  # milliseconds: who is slow is not dead
             self._processes.append(
                 subprocess.Popen([BINARY, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
@@ -150,6 +157,8 @@ class RedisCluster:
         for process in self._processes:
             process.kill()
             process.wait()
+        for port in self._ports:
+            port.release()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -170,13 +179,3 @@ def _until(holds: Callable[[], object]) -> None:
             pass
         assert time.monotonic() < deadline, "the cluster does not come up"
         time.sleep(0.02)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from pyarrow.fs import FileSelector, FileType, S3FileSystem
 
+from tests.support.ports import Port
+
 needs_moto = pytest.mark.skipif(
     importlib.util.find_spec("moto") is None, reason="moto, which speaks S3, is not installed"
 )
@@ -65,6 +67,9 @@ class S3Server:
             scheme="http",
             region="us-east-1",
             endpoint_override=f"127.0.0.1:{port or self.port}",
+            # Seconds; by default a server that is slow for a moment is one that does not answer.
+            connect_timeout=120,
+            request_timeout=120,
             **options,
         )
 
@@ -81,26 +86,22 @@ class Line:
 
     def __init__(self, port: int) -> None:
         self._to = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+        self._port = Port()
+        self.port = self._port.number
         self._sockets: list[socket.socket] = []
-        self._serve()
+        self.mend()
 
     def cut(self) -> None:
         """Ends all connections, and takes no new ones."""
-        for opened in [self._listener, *self._sockets]:
-            with contextlib.suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
-            opened.close()
-        self._thread.join()
+        _end(self._listener)
+        self._thread.join()  # it may be at a last connection
+        for opened in self._sockets:
+            _end(opened)
         self._sockets.clear()
 
     def mend(self) -> None:
         """Takes connections again."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self._serve()
-
-    def _serve(self) -> None:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
@@ -111,6 +112,12 @@ class Line:
                 theirs = socket.create_connection(("127.0.0.1", self._to))
                 self._sockets += [ours, theirs]
                 threading.Thread(target=_copy, args=(ours, theirs), daemon=True).start()
+
+
+def _end(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+    opened.close()
 
 
 def _copy(one: socket.socket, other: socket.socket) -> None:

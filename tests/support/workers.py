@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 600
 GRACE_SECONDS = 5
 
 # Children fork from a server that has imported the slow packages already.

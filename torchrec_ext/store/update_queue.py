@@ -38,9 +38,8 @@ class UpdateQueue:
         Raises:
             RuntimeError: an update failed; the cause is chained.
         """
-        while self._pending:
+        while (future := self._first()) is not None:
             # Left in the queue until it is done: another thread's read must wait for it too.
-            future = self._pending[0]
             wait([future])
             error = None if future.cancelled() else future.exception()
             with self._starting:
@@ -49,6 +48,12 @@ class UpdateQueue:
                     self._pending.popleft()
             if first and error is not None:
                 raise RuntimeError(f"an asynchronous update of the store failed: {error}") from error
+
+    def _first(self) -> Future[None] | None:
+        try:
+            return self._pending[0]
+        except IndexError:  # not asked before: another thread may be done with the last one since
+            return None
 
     def close(self) -> None:
         """Ends the thread, once it is done."""

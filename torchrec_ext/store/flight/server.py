@@ -121,8 +121,8 @@ class _Flight(flight.FlightServerBase):
     """Carries requests to ``_Requests``, and answers back."""
 
     def __init__(self, requests: _Requests, location: str, **options: Any) -> None:
+        self._requests = requests  # first: the server runs before its constructor returns
         super().__init__(location, **options)
-        self._requests = requests
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         """Says who the server is."""
