@@ -239,7 +239,7 @@ def trained(directory: Path) -> dict[str, Any]:
     return saved
 
 
-@pytest.mark.parametrize(("with_state", "remote"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("with_state", "remote"), [(False, False), (True, True)])
 def test_trainer_resumes(tmp_path: Path, with_state: bool, remote: bool) -> None:
     def resume(name: str, at: Collection[int]) -> Striker:
         log = tmp_path / name
