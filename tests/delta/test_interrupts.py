@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import os
 import signal
 import sys
 import threading
@@ -51,8 +50,8 @@ class CtrlC:
         self._events.directory = str(directory)
 
     def press(self, *_: object) -> None:
-        """Presses it."""
-        os.kill(os.getpid(), signal.SIGINT)
+        """Presses it. Of a signal to the process any thread may take note, and the main one too late."""
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
     def _before(self, event: str, name: str) -> None:
         if self._name in name and threading.current_thread() is not threading.main_thread():

@@ -37,7 +37,7 @@ from tests.support.restarts import (
 )
 from tests.support.workers import run_on
 from torchrec_ext.checkpoint import reshard_zch
-from torchrec_ext.delta import DeltaDumper, DeltaLog, DumpId, compact
+from torchrec_ext.delta import DeltaDumper, DeltaLog, DeltaLogError, DumpId, compact
 from torchrec_ext.delta.position import LogPosition
 from torchrec_ext.store import SharedMemoryStore, Uniform
 
@@ -151,14 +151,19 @@ def _train_and_dump(directory: str, number: int, steps: list[int], saved: Checkp
                 dcp.save(contents(model, dumper=dumper), checkpoint_id=saved.path)
 
 
-def _resume_with_another_view(directory: str, saved: Checkpoint, who: int) -> None:
+def _resume_with_another_view(directory: str, saved: Checkpoint, who: int, agree: bool) -> None:
     model = build(9)
-    hiding = Hiding(LocalFileSystem(), ())
+    hiding = Hiding(LocalFileSystem())
     log = SubTreeFileSystem(f"{directory}/deltas", PyFileSystem(hiding))
     with DeltaDumper(model, log, interval_steps=10**9) as dumper:
         restore(model, saved, dumper)
         if dist.get_rank() == who:
             hiding.names = {DumpId(0, removed).directory for removed in (2, 4, 6, 8)}
+            hiding.times = 1 if agree else 100
+        if not agree:
+            with pytest.raises(DeltaLogError, match=r"ranks see different logs in .*deltas"):
+                dumper.resume(5)
+            hiding.names = ()
         dumper.resume(5)
         dumper.dump(6)
         dumper.flush()
@@ -168,15 +173,17 @@ def _resume_with_another_view(directory: str, saved: Checkpoint, who: int) -> No
         dist.barrier()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_ranks_agree_which_dumps_stand_though_vacuum_comes_when_some_have_listed_them(who: int) -> None:
+@pytest.mark.parametrize(("who", "agree"), [(0, True), (1, True), (1, False)])
+def test_ranks_agree_which_dumps_stand_though_vacuum_comes_when_some_have_listed_them(
+    who: int, agree: bool
+) -> None:
     """The run in between counted its steps anew: without the checkpoint's dump all of its would stand."""
     with tempfile.TemporaryDirectory() as directory:
         saved = Checkpoint(f"{directory}/checkpoint", 4, 2)
         run_on(2, _train_and_dump, directory, 1, [2, 4, 6, 8], saved)
         compact(f"{directory}/deltas")
         run_on(2, _train_and_dump, directory, 2, [1, 3, 5], None)
-        run_on(2, _resume_with_another_view, directory, saved, who)
+        run_on(2, _resume_with_another_view, directory, saved, who, agree)
 
 
 def _resume_at_different_steps(directory: str) -> None:

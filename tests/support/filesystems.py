@@ -94,17 +94,24 @@ class Watched(FileSystemHandler):
 
 
 class Hiding(Watched):
-    """Shows a directory once as it is without the entries of some names, as before or after a change."""
+    """Shows a directory as it is without the entries of some names, as before or after a change.
 
-    def __init__(self, inner: FileSystem, names: Collection[str]) -> None:
+    Attributes:
+        names: which; nothing is hidden any more once they have been ``times`` times.
+        times: how often.
+    """
+
+    def __init__(self, inner: FileSystem) -> None:
         super().__init__(inner, lambda operation, path: None)
-        self.names = names
+        self.names: Collection[str] = ()
+        self.times = 1
 
     def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
         found = super().get_file_info_selector(selector)
         left = [info for info in found if info.base_name not in self.names]
         if len(left) < len(found):
-            self.names = ()
+            self.times -= 1
+            self.names = self.names if self.times else ()
         return left
 
 

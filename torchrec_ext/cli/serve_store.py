@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from torchrec_ext.cli.output import UserError, set_by_signals, user_errors
+from torchrec_ext.waits import wait_until_set
 
 _EXAMPLES = """\b
 Examples:
@@ -70,7 +71,7 @@ def command(
         hidden.write_text(server.url)
         hidden.replace(ready_file)
     click.echo(f"serving {store} on {server.url}")
-    stop.wait()
+    wait_until_set(stop)
     click.echo("finishing requests and closing the store")
     if not server.close(grace):
         # Their threads would keep the process from ending.

@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from torchrec_ext.waits import wait_until
+
 CHUNK_BYTES = 4 << 20
 """Small enough to be recycled by the allocator and to stay in a cache while it is checked."""
 
@@ -38,7 +40,7 @@ class BufferPool:
     def acquire(self, chunks: list[torch.Tensor]) -> None:
         """Appends a chunk, float32 ``[chunk_bytes / 4]``; waits while too many are handed out."""
         with self._returned:
-            self._returned.wait_for(lambda: len(self._handed_out) < self.max_chunks)
+            wait_until(self._returned, lambda: len(self._handed_out) < self.max_chunks)
             if self._free:
                 chunk = self._free.pop()
             else:

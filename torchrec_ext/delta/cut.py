@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.delta.buffers import Arena
 from torchrec_ext.delta.keys import NO_KEYS
+from torchrec_ext.waits import acquire
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class PieceStream(DeltaSource):
 
     def put(self, delta: TableDelta, arena: Arena) -> None:
         """Hands a piece over."""
-        self._room.acquire()
+        acquire(self._room)
         self._pieces.put((delta, arena))
 
     def finish(self, error: BaseException | None = None) -> None:

@@ -15,6 +15,7 @@ from torchrec_ext.delta.commit import Committer
 from torchrec_ext.delta.cut import Cut
 from torchrec_ext.delta.manifest import Manifest
 from torchrec_ext.errors import DeltaDumpError
+from torchrec_ext.waits import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class DumpWriter:
         self._closing = False
         self._committing: Cut | None = None
         self._gave_up: BaseException | None = None
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="torchrec-ext-delta", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -54,7 +56,7 @@ class DumpWriter:
                         "a dump is" if self._max_pending == 1 else f"{self._max_pending} dumps are",
                         self._max_pending,
                     )
-                    self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
+                    wait_until(self._changed, lambda: len(self._pending) < self._max_pending)
             finally:
                 # Also if a Ctrl-C ends the waiting: the other ranks wait for this one's dump.
                 self._append(cut)
@@ -76,7 +78,7 @@ class DumpWriter:
     def wait_until_written(self) -> None:
         """Waits until nothing is pending."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+            wait_until(self._changed, lambda: not self._pending)
 
     def last_dump_failed(self) -> bool:
         """Waits until nothing is pending; whether the last cut was not committed, on every rank alike."""
@@ -102,8 +104,10 @@ class DumpWriter:
                 while self._pending and self._pending[-1] is not self._committing:
                     self._pending.pop().release()
             self._changed.notify_all()
+            if wait:
+                wait_until(self._changed, lambda: self._ended)
         if wait:
-            self._thread.join()
+            self._thread.join()  # it has nothing left to do
 
     def _run(self) -> None:
         _yield_to_training()
@@ -116,6 +120,9 @@ class DumpWriter:
         finally:
             self._committer.close()
             atexit.unregister(self._at_exit)
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
 
     def _finish(self, cut: Cut, error: DeltaDumpError | None) -> None:
         with self._changed:
