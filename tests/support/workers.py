@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing as mp
 import shutil
 import tempfile
@@ -126,6 +127,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        finally:  # no test sees what another one has set
+            logging.getLogger("torchrec_ext").setLevel(logging.NOTSET)
 
 
 _workers: dict[int, Workers] = {}
